@@ -1,0 +1,56 @@
+"""The micro-batch: which tokens of which samples go through the pipeline together.
+
+Values only (no torch, no numpy): the planner, the schedule and the workers share them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """Tokens ``[start, stop)`` of one sample.
+
+    ``sample`` is the consumed-sample number: its place in the training order, counted from the
+    beginning of the run. It keys dropout, so it must not depend on packing or placement.
+    Today every slice is a whole sample (``start == 0``).
+    """
+
+    sample: int
+    start: int
+    stop: int
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.start < self.stop or self.sample < 0:
+            raise ValueError(f"not a slice of a sample: {self}")
+
+    @property
+    def tokens(self) -> int:
+        """Number of tokens."""
+        return self.stop - self.start
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """Slices packed one after the other, without padding."""
+
+    slices: tuple[Slice, ...]
+
+    def __post_init__(self) -> None:
+        if not self.slices:
+            raise ValueError("a micro-batch needs at least one slice")
+
+    @property
+    def tokens(self) -> int:
+        """Number of tokens: the first dimension of every activation of this micro-batch."""
+        return sum(s.tokens for s in self.slices)
+
+    @property
+    def squares(self) -> int:
+        """Attention work in token pairs: for each slice, ``stop**2 - start**2``.
+
+        For whole samples this is the sum of the squared lengths. A slice attends to all earlier
+        tokens of its sample, hence the difference of squares; a causal mask halves both alike.
+        """
+        return sum(s.stop * s.stop - s.start * s.start for s in self.slices)

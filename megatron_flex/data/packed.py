@@ -1,0 +1,45 @@
+"""The tensors of one micro-batch, packed without padding (THD with a batch dimension of one)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+
+@dataclass(frozen=True)
+class PackedBatch:
+    """What the modules need to know about a micro-batch; immutable, so recompute sees the same.
+
+    Attributes:
+        lengths: tokens of each slice; their sum is T.
+        samples: consumed-sample number of each slice, the key of its dropout.
+        starts: position of each slice's first token within its sample (0 for whole samples).
+        tokens: ``[T]`` int64 input tokens; ``None`` where no embedding runs.
+        labels: ``[T]`` int64 targets; ``None`` where no head runs.
+        loss_mask: ``[T]`` float32 weight of each target; ``None`` where no head runs.
+        token_types: ``[T]`` int64 segment of each token (BERT with a sentence-order head).
+        sentence_order: ``[number of slices]`` int64 target of the sentence-order head.
+    """
+
+    lengths: tuple[int, ...]
+    samples: tuple[int, ...]
+    starts: tuple[int, ...]
+    tokens: torch.Tensor | None = None
+    labels: torch.Tensor | None = None
+    loss_mask: torch.Tensor | None = None
+    token_types: torch.Tensor | None = None
+    sentence_order: torch.Tensor | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """T: the first dimension of every activation."""
+        return sum(self.lengths)
+
+    @cached_property
+    def positions(self) -> torch.Tensor:
+        """``[T]`` int64 position of each token within its sample."""
+        return torch.cat(
+            [torch.arange(s, s + n) for s, n in zip(self.starts, self.lengths, strict=True)]
+        )

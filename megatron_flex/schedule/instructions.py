@@ -1,0 +1,171 @@
+"""What a worker is told to do: small frozen values with a text form.
+
+The text form is the class name and its fields, ``Forward micro_batch=3 stage=1``; groups are
+comma-separated. :func:`parse` reads it back. A :class:`Program` holds one list for each device.
+
+In communication, ``stage`` is the stage that *produced* the tensor: an activation of stage s
+travels to stage s+1, the gradient of stage s's input travels to stage s-1. ``tokens`` is the first
+dimension of the message, so that both ends can check it before anything is posted.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+from megatron_flex.planner.plan import Plan
+
+
+@dataclass(frozen=True, slots=True)
+class Instruction:
+    """Base of all instructions."""
+
+    def __str__(self) -> str:
+        words = [type(self).__name__]
+        for field in fields(self):
+            value = getattr(self, field.name)
+            text = ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+            words.append(f"{field.name}={text}")
+        return " ".join(words)
+
+
+@dataclass(frozen=True, slots=True)
+class Compute(Instruction):
+    """Work of one micro-batch on one stage."""
+
+    micro_batch: int
+    stage: int
+
+
+class Forward(Compute):
+    """Run the stage forward; keep what its backward needs."""
+
+    __slots__ = ()
+
+
+class Backward(Compute):
+    """Whole backward: gradients of the input and of the weights."""
+
+    __slots__ = ()
+
+
+class BackwardInput(Compute):
+    """First half of a split backward: the gradient of the input only."""
+
+    __slots__ = ()
+
+
+class BackwardWeight(Compute):
+    """Second half of a split backward: the gradients of the weights."""
+
+    __slots__ = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer(Instruction):
+    """A message between two devices."""
+
+    micro_batch: int
+    stage: int
+    peer: int
+    tokens: int
+
+
+class SendActivation(Transfer):
+    """Send the output of ``stage`` to ``peer``, which runs stage + 1."""
+
+    __slots__ = ()
+
+
+class RecvActivation(Transfer):
+    """Receive the output of ``stage`` from ``peer``."""
+
+    __slots__ = ()
+
+
+class SendGradient(Transfer):
+    """Send the gradient of ``stage``'s input to ``peer``, which runs stage - 1."""
+
+    __slots__ = ()
+
+
+class RecvGradient(Transfer):
+    """Receive the gradient of ``stage``'s input from ``peer``."""
+
+    __slots__ = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ReduceGradient(Instruction):
+    """Sum the gradient of a slab over its holders (at least two, ascending)."""
+
+    slab: int
+    group: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SlabOp(Instruction):
+    """Work on one slab."""
+
+    slab: int
+
+
+class SquaredNorm(SlabOp):
+    """Squared norm of a slab's reduced gradient, by exactly one of its holders."""
+
+    __slots__ = ()
+
+
+@dataclass(frozen=True, slots=True)
+class GlobalNorm(Instruction):
+    """Combine all squared norms and losses. The one point where all devices wait."""
+
+
+class UpdateOrSkip(SlabOp):
+    """Clip and apply the optimizer to a slab, or skip if the global norm is not finite."""
+
+    __slots__ = ()
+
+
+NAMES: dict[str, type[Instruction]] = {
+    c.__name__: c
+    for c in (
+        Forward, Backward, BackwardInput, BackwardWeight,
+        SendActivation, RecvActivation, SendGradient, RecvGradient,
+        ReduceGradient, SquaredNorm, GlobalNorm, UpdateOrSkip,
+    )
+}  # fmt: skip
+
+
+def parse(text: str) -> Instruction:
+    """Read one instruction's text form; ``ValueError`` says what is wrong."""
+    name, *words = text.split()
+    cls = NAMES.get(name)
+    if cls is None:
+        raise ValueError(f"unknown instruction '{name}' in '{text}'")
+    given: dict[str, Any] = {}
+    for word in words:
+        key, _, value = word.partition("=")
+        given[key] = tuple(map(int, value.split(","))) if key == "group" else int(value)
+    expected = {f.name for f in fields(cls)}
+    if set(given) != expected:
+        raise ValueError(f"'{text}': {name} takes {sorted(expected)}, got {sorted(given)}")
+    return cls(**given)
+
+
+@dataclass(frozen=True)
+class Program:
+    """What all devices do in one iteration.
+
+    Attributes:
+        plan: the layout that it runs on.
+        tokens: tokens of each micro-batch.
+        route: ``route[stage][micro_batch]`` is the device that runs it.
+        instructions: one list a device, for devices ``0 .. world_size - 1``; idle devices still
+            take part in ``GlobalNorm``.
+    """
+
+    plan: Plan
+    tokens: tuple[int, ...]
+    route: tuple[tuple[int, ...], ...]
+    instructions: tuple[tuple[Instruction, ...], ...]
