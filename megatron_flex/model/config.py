@@ -16,7 +16,8 @@ class ModelConfig:
 
     Names and meaning follow Megatron-LM's arguments. ``vocab_size`` is the tokenizer's size;
     ``padded_vocab_size`` has the rows that ``--make-vocab-size-divisible-by`` adds, which take
-    no part in the loss.
+    no part in the loss. ``binary_head`` is BERT's sentence-order head, with which Megatron sets
+    ``num_tokentypes`` to 2.
     """
 
     num_layers: int
@@ -43,8 +44,38 @@ class ModelConfig:
     params_dtype: Literal["float32", "bfloat16"] = "float32"
     seed: int = 1234
     causal: bool = True
+    architecture: Literal["gpt", "bert"] = "gpt"
+    num_tokentypes: int = 0
+    binary_head: bool = False
+
+    def __post_init__(self) -> None:
+        if self.num_attention_heads % self.num_query_groups:
+            raise ValueError(
+                f"{self.num_attention_heads} attention heads cannot be shared evenly among"
+                f" {self.num_query_groups} query groups: change --num-query-groups"
+            )
+        if self.padded_vocab_size < self.vocab_size:
+            raise ValueError(
+                f"the padded vocabulary ({self.padded_vocab_size}) is smaller than the tokenizer's"
+                f" ({self.vocab_size}): change --padded-vocab-size"
+            )
+        if self.architecture == "bert" and self.causal:
+            raise ValueError("BERT attends in both directions: set causal to false")
+        if self.architecture == "gpt" and (self.binary_head or self.num_tokentypes):
+            raise ValueError("token types and a sentence-order head belong to BERT")
+        for flag, probability in (
+            ("--hidden-dropout", self.hidden_dropout),
+            ("--attention-dropout", self.attention_dropout),
+        ):
+            if not 0.0 <= probability < 1.0:
+                raise ValueError(f"{flag} must be at least 0 and below 1, not {probability}")
 
     @property
     def layers(self) -> LayerList:
         """The layer list of this model."""
         return LayerList(self.num_layers, tied=not self.untie_embeddings_and_output_weights)
+
+
+def loss_names(config: ModelConfig) -> tuple[str, ...]:
+    """Names of the losses that the head returns, as Megatron logs them, in order."""
+    return ("lm loss", "sop loss") if config.binary_head else ("lm loss",)

@@ -1,0 +1,92 @@
+# Two commands: `make demo` and `make test`. Each does all its own set-up in .venv.
+#
+#   make demo     train a small GPT with four workers on the CPU
+#   make test     lint, then the whole test suite
+#   make soak     the same properties with large counts, and the long runs
+#   make lint     style, types, C++ format, one-way imports
+#   make native   build the C++ (and, where nvcc is found, CUDA) library into the package
+#   make clean    remove what was built; `make distclean` also removes .venv and runs
+#
+# PYTHON=python3.12 chooses an interpreter (3.10 to 3.12), VENV=path another place for the
+# environment, PYTEST_ARGS="-k name" a part of the tests.
+
+SHELL := /bin/bash
+VENV ?= .venv
+PYTHON ?=
+PYTEST_ARGS ?=
+
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+LIBRARY := megatron_flex/libmegatron_flex.so
+KERNELS := $(shell find kernels -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name CMakeLists.txt) \
+           kernels/build.py
+
+export OMP_NUM_THREADS := 1
+export PYTHONPATH := $(CURDIR)
+
+.PHONY: demo test soak lint native clean distclean
+.DELETE_ON_ERROR:
+
+demo: $(VENV)/.runtime $(LIBRARY)
+	PATH="$(abspath $(BIN)):$$PATH" bash examples/demo.sh
+
+test: lint
+	$(BIN)/python -m pytest -q --durations=10 $(PYTEST_ARGS)
+
+soak: $(VENV)/.dev $(LIBRARY)
+	$(BIN)/python -m pytest -q --durations=20 --soak $(PYTEST_ARGS)
+
+lint: $(VENV)/.dev $(LIBRARY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/clang-format --dry-run -Werror $$(find kernels -name '*.cpp' -o -name '*.h' -o -name '*.cu')
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+native: $(LIBRARY)
+
+# The Python that makes the environment: PYTHON, or the first suitable one on PATH.
+$(VENV)/.made:
+	@set -e; found=; \
+	for candidate in $(or $(PYTHON),python3 python3.12 python3.11 python3.10); do \
+	  if "$$candidate" -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] < (3, 13))' \
+	      2>/dev/null; then found="$$candidate"; break; fi; \
+	done; \
+	if [ -z "$$found" ]; then \
+	  echo "No Python 3.10, 3.11 or 3.12 found; install one, or name it: make PYTHON=/path/to/python" >&2; \
+	  exit 1; \
+	fi; \
+	echo "Making $(VENV) with $$("$$found" --version)"; \
+	if ! "$$found" -m venv --clear $(VENV) >/dev/null 2>&1; then \
+	  "$$found" -m venv --clear --without-pip $(VENV) && \
+	  "$$found" -m pip --python $(VENV)/bin/python install --quiet pip || { \
+	    echo "This Python cannot make virtual environments; on Debian: apt install python3-venv" >&2; \
+	    exit 1; \
+	  }; \
+	fi
+	@touch $@
+
+# What running needs. The library is built by its own rule below, so that an edited kernel does
+# not install anything again.
+$(VENV)/.runtime: $(VENV)/.made pyproject.toml constraints.txt setup.py
+	@echo "Installing (PyTorch is the large part)"
+	@$(PIP) install -c constraints.txt setuptools
+	@command -v cmake >/dev/null || $(PIP) install -c constraints.txt cmake
+	@$(PIP) install -c constraints.txt --no-build-isolation -e .
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.runtime
+	@echo "Installing the tools for tests and lint"
+	@$(PIP) install -c constraints.txt --no-build-isolation -e '.[dev]'
+	@touch $@
+
+$(LIBRARY): $(KERNELS) | $(VENV)/.runtime
+	$(BIN)/python kernels/build.py
+
+clean:
+	rm -rf build dist *.egg-info $(LIBRARY) .pytest_cache .mypy_cache .ruff_cache .hypothesis \
+	  .import_linter_cache
+	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
+
+distclean: clean
+	rm -rf $(VENV) runs

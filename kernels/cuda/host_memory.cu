@@ -1,0 +1,26 @@
+#include "launch.h"
+
+// Pins `bytes` of host memory that already exist (the arena) and maps them for the device.
+MFLEX_API int32_t mflex_cuda_host_register(void* address, int64_t bytes) {
+  return cudaHostRegister(address, static_cast<size_t>(bytes),
+                          cudaHostRegisterPortable | cudaHostRegisterMapped);
+}
+
+MFLEX_API int32_t mflex_cuda_host_unregister(void* address) {
+  return cudaHostUnregister(address);
+}
+
+// The address at which the device sees registered host memory.
+MFLEX_API int32_t mflex_cuda_host_address(void* address, void** device_address) {
+  return cudaHostGetDevicePointer(device_address, address, 0);
+}
+
+// A copy between host and device on a stream, at the link's own speed.
+MFLEX_API int32_t mflex_cuda_copy(const void* source, void* target, int64_t bytes, int64_t stream) {
+  return cudaMemcpyAsync(target, source, static_cast<size_t>(bytes), cudaMemcpyDefault,
+                         mflex::as_stream(stream));
+}
+
+MFLEX_API const char* mflex_cuda_error_text(int32_t code) {
+  return cudaGetErrorString(static_cast<cudaError_t>(code));
+}

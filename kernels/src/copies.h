@@ -1,0 +1,56 @@
+// The C interface of the copy kernels' CPU forms. Sizes are in bytes unless said otherwise;
+// `threads` of 0 stands for all cores that the process may use. megatron_flex/native.py mirrors
+// this file.
+#pragma once
+
+#include "api.h"
+
+// Copies sizes[i] bytes from sources[i] to targets[i] (addresses), for all i < count. Targets must
+// not overlap one another or a source.
+MFLEX_API void mflex_segment_copy(const int64_t* sources, const int64_t* targets,
+                                  const int64_t* sizes, int64_t count, int32_t threads);
+
+// Fills first_tile[0..count] for tiles of `tile_bytes`; returns the number of tiles.
+MFLEX_API int64_t mflex_segment_tiles(const int64_t* sizes, int64_t count, int64_t tile_bytes,
+                                      int64_t* first_tile);
+
+// `count` elements of fp32 to bfloat16, round to nearest even; NaN becomes `nan_bits`.
+MFLEX_API void mflex_cast_float32_to_bfloat16(const uint32_t* source, uint16_t* target,
+                                              int64_t count, uint32_t nan_bits, int32_t threads);
+MFLEX_API void mflex_cast_bfloat16_to_float32(const uint16_t* source, uint32_t* target,
+                                              int64_t count, int32_t threads);
+
+// padded [batch, length, row] to packed [cu_seqlens[batch], row], and back with zeros in the
+// padding. Returns 0, or 1 + the first sample whose cu_seqlens are wrong; nothing is copied then.
+MFLEX_API int64_t mflex_varlen_pack(const char* padded, char* packed, const int32_t* cu_seqlens,
+                                    int64_t batch, int64_t length, int64_t row_bytes,
+                                    int32_t threads);
+MFLEX_API int64_t mflex_varlen_pad(const char* packed, char* padded, const int32_t* cu_seqlens,
+                                   int64_t batch, int64_t length, int64_t row_bytes,
+                                   int32_t threads);
+
+// Copies in chunks and sets each chunk's flag to `version` when its bytes are in place (chunks.h).
+MFLEX_API void mflex_chunked_write(const char* source, char* target, int64_t bytes,
+                                   int64_t chunk_bytes, uint64_t* flags, uint64_t version,
+                                   int32_t threads);
+
+// Copies in chunks, each as soon as its flag holds `version`. Returns 0 when all are copied;
+// 1 + the number of a chunk that did not come within `timeout_ns` nanoseconds of waiting for it;
+// -1 - the number of a chunk that holds a newer version.
+MFLEX_API int64_t mflex_chunked_read(const char* source, char* target, int64_t bytes,
+                                     int64_t chunk_bytes, const uint64_t* flags, uint64_t version,
+                                     int64_t timeout_ns, int32_t threads);
+
+// The GPU's indexing on the CPU, for tests: every tile and every lane, one after the other.
+MFLEX_API void mflex_segment_copy_by_lanes(const int64_t* sources, const int64_t* targets,
+                                           const int64_t* sizes, const int64_t* first_tile,
+                                           int64_t count, int64_t tile_bytes, int64_t lanes);
+MFLEX_API void mflex_cast_float32_to_bfloat16_by_lanes(const uint32_t* source, uint16_t* target,
+                                                       int64_t count, uint32_t nan_bits,
+                                                       int64_t lanes);
+MFLEX_API void mflex_cast_bfloat16_to_float32_by_lanes(const uint16_t* source, uint32_t* target,
+                                                       int64_t count, int64_t lanes);
+// `pad` chooses the direction; `source` and `target` are padded and packed, or packed and padded.
+MFLEX_API void mflex_varlen_by_lanes(const char* source, char* target, const int32_t* cu_seqlens,
+                                     int64_t batch, int64_t length, int64_t row_bytes, int32_t pad,
+                                     int64_t tile_bytes, int64_t lanes);

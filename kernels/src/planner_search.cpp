@@ -1,0 +1,279 @@
+// The exact bottleneck search (docs/planner.md): cut the steps over devices in their given order,
+// in contiguous groups with idle devices anywhere, so that
+//     max(max over groups of cost, chain) + max over groups of update
+// is least.
+//
+// For a bound theta, reach(x) is the most steps that complete groups can cover with the first x
+// devices when no group costs more than theta. Every cost grows with inclusion and falls when a
+// group starts later, so a group after device y starts best at reach(y). The least feasible theta
+// is found by bisection; an infeasible theta jumps to the smallest cost that it rejected, a
+// feasible one to the cost of the groups that it found, so the end is exact. The update term is a
+// second, discrete bound: it is lowered step by step while that can still pay.
+#include <algorithm>
+#include <cmath>
+#include <vector>
+
+#include "api.h"
+#include "planner_problem.h"
+
+namespace mflex {
+namespace {
+
+constexpr double kTolerance = 1e-11;  // relative; the tests ask for 1e-9
+
+struct Found {
+  std::vector<Group> groups;
+  double cost = kInfinity;    // max(groups, chain)
+  double update = kInfinity;  // max of updates
+  double total() const { return cost + update; }
+};
+
+// What is known of the groups that end at a device, for one number of groups (or for any).
+struct Reach {
+  // Groups that end exactly at device x cover exact[x] steps (-1: none); the last of them begins
+  // at device `first[x]` with step `begin[x]`, after groups that end at device `previous[x]`.
+  std::vector<int64_t> exact, first, begin, previous;
+  // The best exact[x'] over x' <= x, and that x'; over all servers, and over the server of x only.
+  std::vector<int64_t> any_at, near_at;
+};
+
+class Search {
+ public:
+  // `max_groups` 0: any number of groups; otherwise exactly so many.
+  Search(const mflex_planner_problem& problem, int64_t groups, double extra_budget)
+      : p_(problem), model_(problem, extra_budget), groups_(groups), rows_(groups > 0 ? groups : 1) {
+    for (Reach& row : rows_) {
+      const auto size = static_cast<size_t>(problem.devices + 1);
+      for (auto* field : {&row.exact, &row.first, &row.begin, &row.previous, &row.any_at,
+                          &row.near_at}) {
+        field->assign(size, -1);
+      }
+    }
+  }
+
+  Found best() {
+    Found best = bottleneck(kInfinity, kInfinity);
+    const double floor = best.cost;  // no cut costs less
+    double limit = best.update;
+    while (std::isfinite(best.cost)) {
+      limit = next_update(limit);
+      const double target = best.total() * (1.0 - kTolerance) - limit;
+      if (limit < 0.0) break;
+      if (target < floor) continue;  // this update is too long for any cost
+      Found probe;
+      if (!check(target, limit, &probe)) {
+        if (!std::isfinite(rejected_)) break;  // no cut updates this fast
+        continue;
+      }
+      Found found = bottleneck(limit, best.total());
+      if (found.total() < best.total()) best = std::move(found);
+    }
+    return best;
+  }
+
+  bool feasible() {
+    Found found;
+    return check(kInfinity, kInfinity, &found);
+  }
+
+ private:
+  // Largest update of any run of steps below `limit`; negative if there is none.
+  double next_update(double limit) const {
+    double best = -1.0;
+    const int64_t degrees = p_.sharded ? std::min(p_.devices, p_.micro_batches) : 1;
+    for (int64_t degree = 1; degree <= degrees; ++degree) {
+      for (int64_t begin = 0; begin < p_.steps; ++begin) {
+        int64_t low = begin, high = p_.steps;  // the longest run that stays below the limit
+        while (low < high) {
+          const int64_t middle = (low + high + 1) / 2;
+          const bool below = model_.update({begin, middle, 0, degree}) < limit;
+          (below ? low : high) = below ? middle : middle - 1;
+        }
+        if (low > begin) best = std::max(best, model_.update({begin, low, 0, degree}));
+      }
+    }
+    return best;
+  }
+
+  // Least cost with no update above `limit`. Gives up when the total cannot be below `known`.
+  Found bottleneck(double limit, double known) {
+    Found best;
+    const auto devices = static_cast<double>(p_.devices);
+    double low = std::max(p_.work_prefix[p_.steps] / devices, p_.chain);
+    double theta = low, growth = 0.01;
+    bool middle = true;
+    while (true) {
+      Found found;
+      if (check(theta, limit, &found)) {
+        if (found.cost < best.cost) best = std::move(found);
+      } else {
+        if (!std::isfinite(rejected_)) return best;
+        low = std::max(low, rejected_);
+      }
+      if (low >= best.cost * (1.0 - kTolerance) || low >= known) return best;
+      if (std::isfinite(best.cost)) {
+        // In turn the middle, and the smallest cost that was rejected.
+        theta = middle ? 0.5 * (low + best.cost) : low;
+        middle = !middle;
+      } else {
+        theta = low * (1.0 + growth);
+        growth *= 2.0;
+      }
+    }
+  }
+
+  // Are there groups with cost <= theta and update <= limit? If not, rejected_ is a lower bound of
+  // the least theta at which the answer can change.
+  bool check(double theta, double limit, Found* found) {
+    rejected_ = kInfinity;
+    if (p_.chain > theta) {
+      rejected_ = p_.chain;
+      return false;
+    }
+    const auto count = static_cast<int64_t>(rows_.size());
+    for (int64_t row = 0; row < count; ++row) {
+      const bool first = groups_ == 0 || row == 0;
+      const Reach* before = groups_ == 0 ? &rows_[0] : row > 0 ? &rows_[row - 1] : nullptr;
+      // Later groups need a step each.
+      const int64_t most = groups_ == 0 ? p_.steps : p_.steps - (count - 1 - row);
+      if (fill(first, before, &rows_[row], most, theta, limit)) {
+        collect(row, found);
+        return true;
+      }
+    }
+    return false;
+  }
+
+  // Fills one row; true when all steps are covered (last_ is then where the last group ends).
+  bool fill(bool first, const Reach* before, Reach* row, int64_t most, double theta,
+            double limit) {
+    const int64_t granule = p_.granule;
+    row->any_at[0] = row->near_at[0] = 0;
+    row->exact[0] = -1;
+    for (int64_t x = granule; x <= p_.devices; x += granule) {
+      int64_t own = -1;
+      for (int64_t y = x - granule; y >= 0 && x - y <= p_.micro_batches; y -= granule) {
+        if (first) try_group({0, 0, y, x}, false, 0, most, theta, limit, row, &own);
+        if (before == nullptr || y == 0) continue;
+        const bool inside = model_.one_server(y, x) && p_.server[y - 1] == p_.server[y];
+        const int64_t near = inside ? before->near_at[y] : 0;
+        const int64_t any = before->any_at[y];
+        const int64_t near_reach = before->exact[near], any_reach = before->exact[any];
+        if (near_reach > 0) {
+          try_group({near_reach, 0, y, x}, true, near, most, theta, limit, row, &own);
+        }
+        if (any_reach > 0 && any_reach > near_reach) {
+          try_group({any_reach, 0, y, x}, false, any, most, theta, limit, row, &own);
+        }
+      }
+      row->exact[x] = own;
+      if (own == p_.steps) {
+        last_ = x;
+        return true;
+      }
+      const int64_t y = x - granule;
+      row->any_at[x] = own > row->exact[row->any_at[y]] ? x : row->any_at[y];
+      // Groups whose last device is on the server of device x.
+      row->near_at[x] = 0;
+      if (x < p_.devices && p_.server[x - 1] == p_.server[x]) {
+        const int64_t inherited = p_.server[y] == p_.server[x] ? row->near_at[y] : 0;
+        row->near_at[x] = own > row->exact[inherited] ? x : inherited;
+      }
+    }
+    return false;
+  }
+
+  // Extends a group (its `end` is found here) as far as theta allows; keeps it if it goes furthest.
+  void try_group(Group g, bool inner_hop, int64_t previous, int64_t most, double theta,
+                 double limit, Reach* row, int64_t* own) {
+    const int64_t least = std::max(*own, g.begin) + 1;
+    if (least > most) return;
+    auto fits = [&](int64_t end) {
+      g.end = end;
+      const double cost = model_(g, inner_hop, theta, limit);
+      if (cost <= theta && cost < kInfinity) return true;
+      if (cost > theta) rejected_ = std::min(rejected_, cost);
+      return false;
+    };
+    if (!fits(least)) return;
+    int64_t good = least, bad = most + 1;
+    for (int64_t stride = 1; good + stride < bad; stride *= 2) {
+      if (fits(good + stride)) {
+        good += stride;
+      } else {
+        bad = good + stride;
+        break;
+      }
+    }
+    while (bad - good > 1) {
+      const int64_t middle = good + (bad - good) / 2;
+      (fits(middle) ? good : bad) = middle;
+    }
+    *own = good;
+    row->first[g.last] = g.first;
+    row->begin[g.last] = g.begin;
+    row->previous[g.last] = previous;
+  }
+
+  void collect(int64_t row, Found* found) const {
+    found->cost = p_.chain;
+    found->update = 0.0;
+    int64_t x = last_;
+    while (x > 0) {
+      const Reach& reach = rows_[groups_ > 0 ? row-- : 0];
+      const Group g{reach.begin[x], reach.exact[x], reach.first[x], x};
+      const int64_t previous = reach.previous[x];
+      const bool inner = previous > 0 && model_.one_server(g.first, g.last) &&
+                         p_.server[previous - 1] == p_.server[g.first];
+      found->cost = std::max(found->cost, model_(g, inner, kInfinity, kInfinity));
+      found->update = std::max(found->update, model_.update(g));
+      found->groups.push_back(g);
+      x = previous;
+    }
+    std::reverse(found->groups.begin(), found->groups.end());
+  }
+
+  const mflex_planner_problem& p_;
+  const GroupModel model_;
+  const int64_t groups_;
+  std::vector<Reach> rows_;
+  double rejected_ = kInfinity;
+  int64_t last_ = 0;
+};
+
+}  // namespace
+}  // namespace mflex
+
+// Writes groups as four integers each (begin step, end step, first device, last device + 1) and
+// returns how many; 0 when nothing fits. `cost` receives the cost and the update. `groups` 0: any
+// number, otherwise exactly so many.
+MFLEX_API int64_t mflex_planner_search(const mflex_planner_problem* problem, int64_t groups,
+                                       int64_t* out, double* cost) {
+  if (groups > problem->devices || groups > problem->steps) return 0;
+  const mflex::Found found = mflex::Search(*problem, groups, 0.0).best();
+  for (size_t i = 0; i < found.groups.size(); ++i) {
+    const mflex::Group& g = found.groups[i];
+    const int64_t row[4] = {g.begin, g.end, g.first, g.last};
+    std::copy(row, row + 4, out + 4 * i);
+  }
+  cost[0] = found.cost;
+  cost[1] = found.update;
+  return static_cast<int64_t>(found.groups.size());
+}
+
+// Is there any plan when every device has `extra_budget` more bytes?
+MFLEX_API int64_t mflex_planner_feasible(const mflex_planner_problem* problem, int64_t groups,
+                                         double extra_budget) {
+  return mflex::Search(*problem, groups, extra_budget).feasible() ? 1 : 0;
+}
+
+// Parts of one group's cost: wait, work, tail, late, optimisation, update, bytes, saved.
+MFLEX_API void mflex_planner_group(const mflex_planner_problem* problem, const int64_t* group,
+                                   int64_t inner_hop, double* out) {
+  const mflex::GroupModel model(*problem);
+  const mflex::GroupCost c =
+      model.parts({group[0], group[1], group[2], group[3]}, inner_hop != 0);
+  const double values[8] = {c.wait, c.work, c.tail, c.late, c.optimisation, c.update, c.bytes,
+                            c.saved};
+  std::copy(values, values + 8, out);
+}

@@ -1,0 +1,64 @@
+#include <algorithm>
+#include <vector>
+
+#include "copies.h"
+#include "parallel.h"
+#include "segments.h"
+
+namespace mflex {
+namespace {
+
+// A thread gets no less than this: waking one costs about as much as copying it.
+constexpr int64_t kGrain = 256 << 10;
+
+}  // namespace
+
+void copy_range(const Segments& all, const int64_t* first_byte, int64_t begin, int64_t end) {
+  for (int64_t s = find_segment(first_byte, all.count, begin); begin < end; ++s) {
+    const int64_t offset = begin - first_byte[s];
+    const int64_t bytes = std::min(all.sizes[s] - offset, end - begin);
+    if (bytes <= 0) continue;
+    char* target = reinterpret_cast<char*>(all.targets[s]) + offset;
+    if (all.sources[s] == 0) {
+      std::memset(target, 0, static_cast<size_t>(bytes));
+    } else {
+      std::memcpy(target, reinterpret_cast<const char*>(all.sources[s]) + offset,
+                  static_cast<size_t>(bytes));
+    }
+    begin += bytes;
+  }
+}
+
+void copy_segments(const Segments& all, int threads) {
+  std::vector<int64_t> first_byte(static_cast<size_t>(all.count) + 1, 0);
+  for (int64_t i = 0; i < all.count; ++i) first_byte[i + 1] = first_byte[i] + all.sizes[i];
+  parallel_for(first_byte[all.count], kGrain, threads,
+               [&](int64_t begin, int64_t end) { copy_range(all, first_byte.data(), begin, end); });
+}
+
+}  // namespace mflex
+
+MFLEX_API void mflex_segment_copy(const int64_t* sources, const int64_t* targets,
+                                  const int64_t* sizes, int64_t count, int32_t threads) {
+  mflex::copy_segments({sources, targets, sizes, nullptr, count}, threads);
+}
+
+MFLEX_API int64_t mflex_segment_tiles(const int64_t* sizes, int64_t count, int64_t tile_bytes,
+                                      int64_t* first_tile) {
+  first_tile[0] = 0;
+  for (int64_t i = 0; i < count; ++i) {
+    first_tile[i + 1] = first_tile[i] + (sizes[i] + tile_bytes - 1) / tile_bytes;
+  }
+  return first_tile[count];
+}
+
+MFLEX_API void mflex_segment_copy_by_lanes(const int64_t* sources, const int64_t* targets,
+                                           const int64_t* sizes, const int64_t* first_tile,
+                                           int64_t count, int64_t tile_bytes, int64_t lanes) {
+  const mflex::Segments all{sources, targets, sizes, first_tile, count};
+  for (int64_t tile = 0; tile < (count > 0 ? first_tile[count] : 0); ++tile) {
+    for (int64_t lane = 0; lane < lanes; ++lane) {
+      mflex::copy_tile(all, tile, tile_bytes, lane, lanes);
+    }
+  }
+}

@@ -1,0 +1,18 @@
+// Runs the kernels on random inputs against plain loops; built with AddressSanitizer and with
+// ThreadSanitizer by tests/unit/kernels/test_sanitizers.py. Arguments: rounds, seed.
+#include "random.h"
+
+int main(int count, char** arguments) {
+  const int rounds = count > 1 ? std::atoi(arguments[1]) : 50;
+  const int seed = count > 2 ? std::atoi(arguments[2]) : 1;
+  Random random(static_cast<uint64_t>(seed));
+  for (int round = 0; round < rounds; ++round) {
+    test_segments(random);
+    test_casts(random);
+    test_varlen(random);
+    test_chunks(random);
+    test_threads(random);
+  }
+  std::printf("%d rounds passed\n", rounds);
+  return 0;
+}

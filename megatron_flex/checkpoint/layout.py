@@ -1,0 +1,198 @@
+"""What lies where on the disk, and how it gets there without ever being half-written.
+
+``iter_0000100/`` is complete from the moment it has that name: it is written under a hidden
+name, synchronised, and renamed. The tracker ``latest_checkpointed_iteration.txt`` (Megatron's)
+is replaced last, by a rename too. What is deleted is renamed to a hidden name first.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from megatron_flex.checkpoint.errors import CheckpointError, describe
+
+TRACKER = "latest_checkpointed_iteration.txt"
+
+_NAME = re.compile(r"iter_(\d{7,})")
+_TEMPORARY = re.compile(r"\.(?:tmp|old|trash)-iter_(\d{7,})-[0-9a-f]+")
+_LOCK = ".checkpoint.lock"
+_RENAME_EXCHANGE = 2  # linux/fs.h
+
+
+def name_of(iteration: int) -> str:
+    """Name of the directory of ``iteration``."""
+    return f"iter_{iteration:07d}"
+
+
+def iterations_in(directory: Path) -> list[int]:
+    """Iterations whose directories are in ``directory``, ascending; all of them are complete."""
+    if not directory.is_dir():
+        return []
+    found = (_NAME.fullmatch(entry.name) for entry in directory.iterdir() if entry.is_dir())
+    return sorted(int(match[1]) for match in found if match)
+
+
+def latest(directory: Path | str) -> int | None:
+    """The iteration that the tracker names, ``None`` when there is no tracker."""
+    tracker = Path(directory) / TRACKER
+    try:
+        text = tracker.read_text().strip()
+    except FileNotFoundError:
+        return None
+    except (OSError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"cannot read {tracker}: {describe(error)}") from error
+    if text.isascii() and text.isdecimal():
+        return int(text)
+    raise CheckpointError(
+        f"{tracker} contains {text[:40]!r} instead of an iteration; write one of"
+        f" {_listing(Path(directory))} into it, or give --ckpt-step"
+    )
+
+
+def locate(directory: Path | str, iteration: int | None = None) -> Path:
+    """The directory of the checkpoint of ``iteration`` (default: the tracker's)."""
+    directory = Path(directory)
+    if iteration is None:
+        iteration = latest(directory)
+        if iteration is None:
+            raise CheckpointError(
+                f"no checkpoint in {directory}: it has no {TRACKER} (iterations there:"
+                f" {_listing(directory)})"
+            )
+    path = directory / name_of(iteration)
+    if path.is_dir():
+        return path
+    # A process killed while it replaced a checkpoint of the same iteration, on a file system
+    # that cannot exchange two names, leaves the earlier one under its hidden name.
+    for old in sorted(directory.glob(f".old-{name_of(iteration)}-*")):
+        return old
+    raise CheckpointError(
+        f"no checkpoint of iteration {iteration} in {directory}: there is {_listing(directory)}"
+    )
+
+
+def _listing(directory: Path) -> str:
+    found = iterations_in(directory)
+    return ", ".join(map(str, found[-8:])) if found else "none"
+
+
+@contextmanager
+def locked(directory: Path) -> Iterator[None]:
+    """Hold the lock of ``directory``, which dies with the process; refuse a second writer."""
+    descriptor = os.open(directory / _LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise CheckpointError(
+                f"another process is saving into {directory}: give each run its own --save"
+            ) from error
+        except OSError as error:
+            # Some network file systems have no locks; there the lock is only a precaution.
+            if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
+                raise
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def create_temporary(directory: Path, iteration: int) -> Path:
+    """Make the hidden directory that a checkpoint is written to."""
+    path = directory / f".tmp-{name_of(iteration)}-{secrets.token_hex(4)}"
+    path.mkdir()
+    return path
+
+
+def remove_leftovers(directory: Path) -> None:
+    """Delete what killed processes left. Only while :func:`locked`."""
+    for entry in directory.iterdir():
+        match = _TEMPORARY.fullmatch(entry.name)
+        if match is None:
+            if entry.name.startswith(f".{TRACKER}"):
+                entry.unlink(missing_ok=True)
+        elif not entry.name.startswith(".old") or (directory / name_of(int(match[1]))).is_dir():
+            shutil.rmtree(entry, ignore_errors=True)
+
+
+def write_synced(path: Path, data: bytes) -> None:
+    """Write a file and wait until the disk has it."""
+    with open(path, "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def sync_directory(path: Path) -> None:
+    """Wait until the disk has the names in ``path``."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # file systems that cannot, and need not
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def publish(temporary: Path, iteration: int) -> Path:
+    """Give a complete checkpoint its name, then name it in the tracker."""
+    directory = temporary.parent
+    final = directory / name_of(iteration)
+    sync_directory(temporary)
+    # The tracker's new contents are on the disk before the first rename: on a disk that is full
+    # the checkpoint fails as a whole.
+    tracker = directory / f".{TRACKER}.{secrets.token_hex(4)}"
+    try:
+        write_synced(tracker, f"{iteration}".encode())
+        _replace_directory(temporary, final)
+        sync_directory(directory)
+        os.replace(tracker, directory / TRACKER)
+        sync_directory(directory)
+    finally:
+        with suppress(OSError):
+            tracker.unlink(missing_ok=True)
+    return final
+
+
+def discard(path: Path) -> None:
+    """Delete a named checkpoint; it loses its name first, in one step."""
+    trash = path.parent / f".trash-{path.name}-{secrets.token_hex(4)}"
+    os.rename(path, trash)
+    sync_directory(path.parent)
+    shutil.rmtree(trash, ignore_errors=True)
+
+
+def _replace_directory(new: Path, final: Path) -> None:
+    try:
+        os.rename(new, final)
+        return
+    except OSError as error:
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+            raise
+    if _exchange(new, final):
+        shutil.rmtree(new, ignore_errors=True)
+        return
+    old = final.parent / f".old-{final.name}-{secrets.token_hex(4)}"
+    os.rename(final, old)
+    os.rename(new, final)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _exchange(first: Path, second: Path) -> bool:
+    """Exchange two names in one step; ``False`` where the system or file system cannot."""
+    try:
+        call = ctypes.CDLL(None, use_errno=True).renameat2
+    except (OSError, AttributeError):
+        return False
+    at_cwd = -100
+    result: int = call(at_cwd, os.fsencode(first), at_cwd, os.fsencode(second), _RENAME_EXCHANGE)
+    return result == 0

@@ -1,0 +1,158 @@
+"""Loading: any subset of the tensors, by name, into any layout and any number of ranks."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+
+from megatron_flex.checkpoint.errors import CheckpointError, quiet, unwrap
+from megatron_flex.checkpoint.layout import locate
+from megatron_flex.checkpoint.manifest import (
+    COMMON,
+    Manifest,
+    dtype_of,
+    share_of,
+    tensor_entry,
+    verify_files,
+)
+from megatron_flex.checkpoint.ranks import DEFAULT_TIMEOUT, Ranks
+
+MODEL = "model"
+"""The key of ``common`` under which the model's configuration lies."""
+
+NOT_STRUCTURAL = frozenset(
+    {"hidden_dropout", "attention_dropout", "init_method_std", "seed", "params_dtype"}
+)
+"""Fields of a model's configuration that may differ between saving and loading."""
+
+
+def load(
+    directory: Path | str,
+    tensors: Mapping[str, torch.Tensor],
+    *,
+    iteration: int | None = None,
+    group: dist.ProcessGroup | None,
+    model: Mapping[str, Any] | None = None,
+    timeout: float = DEFAULT_TIMEOUT,
+) -> dict[str, Any]:
+    """Fill ``tensors`` from the checkpoint of ``iteration`` (default: the tracker's).
+
+    Each rank gives the tensors it wants, by name; several may want the same. Shapes must be the
+    saved ones; a floating-point dtype may differ, values are cast then. ``model``, when given,
+    must agree with the saved ``common["model"]``. All files are compared with their checksums
+    before anything is read from them, each by one rank. Returns the saved ``common``.
+
+    Raises :class:`CheckpointError` on all ranks when anything fails on one.
+    """
+    ranks = Ranks(group, timeout)
+    step = f"reading the checkpoint in {directory}"
+    path = Path(ranks.from_first(step, lambda: str(locate(directory, iteration))))
+    step = f"reading the checkpoint {path}"
+    manifests: list[Manifest] = []
+    commons: list[dict[str, Any]] = []
+
+    def verify() -> None:
+        manifest = Manifest.read(path)
+        verify_files(path, manifest.files, {COMMON})
+        common = json.loads((path / COMMON).read_bytes())
+        if model is not None:
+            check_model(common.get(MODEL, {}), model)
+        check_tensors(manifest, tensors)
+        verify_files(path, manifest.files, share_of(manifest.files, ranks.rank, ranks.size))
+        manifests.append(manifest)
+        commons.append(common)
+
+    ranks.gather(step, verify)
+    ranks.gather(step, lambda: _read(path, manifests[0], tensors))
+    return commons[0]
+
+
+def read_common(directory: Path | str, iteration: int | None = None) -> dict[str, Any]:
+    """The ``common`` of a checkpoint, without its tensors. One process, no communication."""
+    path = locate(directory, iteration)
+    verify_files(path, Manifest.read(path).files, {COMMON})
+    common: dict[str, Any] = json.loads((path / COMMON).read_bytes())
+    return common
+
+
+def verify(directory: Path | str, iteration: int | None = None) -> Manifest:
+    """Compare all files of a checkpoint with their checksums. One process."""
+    path = locate(directory, iteration)
+    manifest = Manifest.read(path)
+    verify_files(path, manifest.files, sorted(manifest.files))
+    return manifest
+
+
+def check_model(
+    saved: Mapping[str, Any], wanted: Mapping[str, Any], ignore: frozenset[str] = NOT_STRUCTURAL
+) -> None:
+    """Raise :class:`CheckpointError` naming the fields in which two models differ."""
+    missing = object()
+    wanted = json.loads(json.dumps(wanted))  # a tuple equals the list it was saved as
+    different = [
+        f"{name} is {_word(saved.get(name, missing), missing)} in the checkpoint and"
+        f" {_word(wanted.get(name, missing), missing)} in this run"
+        for name in sorted({*saved, *wanted} - ignore)
+        if saved.get(name, missing) != wanted.get(name, missing)
+    ]
+    if different:
+        raise CheckpointError(f"the checkpoint is of another model: {'; '.join(different)}")
+
+
+def _word(value: Any, missing: object) -> str:
+    return "absent" if value is missing else json.dumps(value)
+
+
+def check_tensors(manifest: Manifest, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Raise :class:`CheckpointError` unless the checkpoint can fill all of ``tensors``."""
+    missing = sorted(name for name in tensors if name not in manifest.tensors)
+    if missing:
+        advice = ""
+        if all(name.startswith("optimizer.") for name in missing):
+            advice = "; it was saved without them: load with --no-load-optim"
+        raise CheckpointError(
+            f"the checkpoint has no {missing[0]}"
+            f"{f' and {len(missing) - 1} more wanted tensors' if missing[1:] else ''}{advice}"
+        )
+    for name, tensor in tensors.items():
+        entry = manifest.tensors[name]
+        if entry.shape != tuple(tensor.shape):
+            raise CheckpointError(
+                f"{name} has shape {list(entry.shape)} in the checkpoint and"
+                f" {list(tensor.shape)} in this run"
+            )
+        saved = dtype_of(entry)
+        if saved != tensor.dtype and not (saved.is_floating_point and tensor.is_floating_point()):
+            raise CheckpointError(
+                f"{name} is {entry.dtype} in the checkpoint and {tensor.dtype} in this run"
+            )
+
+
+def _read(path: Path, manifest: Manifest, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Read this rank's tensors, and compare those on the host with their checksums."""
+    if not tensors:
+        return
+    try:
+        with quiet(True):
+            dcp_load(
+                dict(tensors),
+                storage_reader=FileSystemReader(path),
+                planner=DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
+                no_dist=True,
+            )
+    except CheckpointException as error:
+        raise unwrap(error, f"reading {path}") from error
+    for name, tensor in tensors.items():
+        entry = manifest.tensors[name]
+        comparable = tensor.device.type == "cpu" and tensor.dtype == dtype_of(entry)
+        if comparable and tensor_entry(tensor) != entry:
+            raise CheckpointError(f"{name} of {path} does not match its checksum")

@@ -1,0 +1,208 @@
+"""Saving: every rank writes the tensors it owns, the first rank names the result.
+
+The format is torch.distributed.checkpoint's, so that its own reader and tools read it too;
+``common.json`` and ``manifest.json`` lie beside its files.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from contextlib import ExitStack, suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
+
+from megatron_flex.checkpoint import layout
+from megatron_flex.checkpoint.errors import CheckpointError, describe, quiet, unwrap
+from megatron_flex.checkpoint.manifest import (
+    COMMON,
+    MANIFEST,
+    FileEntry,
+    Manifest,
+    TensorEntry,
+    digest_of,
+)
+from megatron_flex.checkpoint.ranks import DEFAULT_TIMEOUT, Ranks
+from megatron_flex.checkpoint.retention import KEEP_ALL, Retention
+from megatron_flex.checkpoint.writer import DigestPlanner, DigestWriter
+
+
+def save(
+    directory: Path | str,
+    iteration: int,
+    tensors: Mapping[str, torch.Tensor],
+    common: Mapping[str, Any],
+    *,
+    group: dist.ProcessGroup | None,
+    retention: Retention = KEEP_ALL,
+    timeout: float = DEFAULT_TIMEOUT,
+) -> Path:
+    """Write the checkpoint of ``iteration`` and name it in the tracker; all ranks call this.
+
+    ``tensors`` are those that this rank owns, by name; each name has one owner. ``common`` is a
+    JSON object, the same on all ranks. ``group`` is a gloo group that nothing else uses
+    meanwhile (``None``: a single process). ``timeout`` is in seconds for each wait. Returns the
+    checkpoint's directory, which is on the disk then.
+
+    Raises :class:`CheckpointError` on all ranks when anything fails on one; the checkpoints that
+    were there before are as they were, and what was written of this one is deleted.
+    """
+    ranks = Ranks(group, timeout)
+    directory = Path(directory)
+    what = f"checkpoint of iteration {iteration}"
+    text = _agree(ranks, what, tensors, common)
+
+    with ExitStack() as stack:
+
+        def prepare() -> str:
+            directory.mkdir(parents=True, exist_ok=True)
+            stack.enter_context(layout.locked(directory))
+            layout.remove_leftovers(directory)
+            return str(layout.create_temporary(directory, iteration))
+
+        temporary = Path(ranks.from_first(f"preparing the {what} in {directory}", prepare))
+        try:
+            files, entries = _write(ranks, what, temporary, tensors)
+
+            def publish() -> str:
+                layout.write_synced(temporary / COMMON, text)
+                files[COMMON] = FileEntry(len(text), digest_of(text))
+                manifest = Manifest(iteration, files, entries)
+                layout.write_synced(temporary / MANIFEST, manifest.dumps())
+                path = layout.publish(temporary, iteration)
+                for expired in retention.expired(layout.iterations_in(directory), iteration):
+                    with suppress(OSError):  # the new checkpoint is complete all the same
+                        layout.discard(directory / layout.name_of(expired))
+                return str(path)
+
+            return Path(ranks.from_first(f"naming the {what} in {directory}", publish))
+        except BaseException:
+            if ranks.rank == 0:
+                shutil.rmtree(temporary, ignore_errors=True)
+            raise
+
+
+def check_writable(
+    directory: Path | str, *, group: dist.ProcessGroup | None, timeout: float = DEFAULT_TIMEOUT
+) -> None:
+    """Create ``directory`` and write a file there from all ranks, before training starts.
+
+    Raises :class:`CheckpointError` when it is read-only, or not the same directory for all ranks.
+    """
+    ranks = Ranks(group, timeout)
+    directory = Path(directory)
+    step = f"checking that checkpoints can be saved into {directory}"
+
+    def create() -> str:
+        directory.mkdir(parents=True, exist_ok=True)
+        return str(layout.create_temporary(directory, 0))
+
+    temporary = Path(ranks.from_first(step, create))
+
+    def write() -> None:
+        _require_shared(temporary)
+        layout.write_synced(temporary / f"{ranks.rank}", b"0")
+
+    try:
+        ranks.gather(step, write)
+    finally:
+        if ranks.rank == 0:
+            shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _agree(
+    ranks: Ranks, what: str, tensors: Mapping[str, torch.Tensor], common: Mapping[str, Any]
+) -> bytes:
+    """Encode ``common``, and check that the ranks' contributions fit together."""
+    encoded: list[bytes] = []
+
+    def encode() -> dict[str, Any]:
+        _require_json(common, "common")
+        encoded.append(json.dumps(common, indent=1, sort_keys=True).encode())
+        return {"common": digest_of(encoded[0]), "names": list(tensors)}
+
+    parts = ranks.gather(f"preparing the {what}", encode)
+
+    def compare() -> None:
+        owners: dict[str, int] = {}
+        for rank, part in enumerate(parts or ()):
+            if part["common"] != digest_of(encoded[0]):
+                raise CheckpointError(f"ranks 0 and {rank} have different common states")
+            for name in part["names"]:
+                if owners.setdefault(name, rank) != rank:
+                    raise CheckpointError(
+                        f"{name} is given by ranks {owners[name]} and {rank}; one must own it"
+                    )
+
+    ranks.from_first(f"preparing the {what}", compare)
+    return encoded[0]
+
+
+def _write(
+    ranks: Ranks, what: str, temporary: Path, tensors: Mapping[str, torch.Tensor]
+) -> tuple[dict[str, FileEntry], dict[str, TensorEntry]]:
+    """Write all ranks' tensors; the first rank receives all entries, the others their own."""
+    ranks.gather(f"opening the {what}", lambda: _require_shared(temporary))
+    planner = DigestPlanner()
+    writer = DigestWriter(temporary, ranks, f"writing the {what}")
+    try:
+        with quiet(ranks.group is None):
+            dcp_save(
+                dict(tensors),
+                storage_writer=writer,
+                planner=planner,
+                process_group=ranks.group,
+                no_dist=ranks.group is None,
+            )
+    except CheckpointException as error:
+        raise writer.error or unwrap(error, f"writing the {what}") from error
+    except RuntimeError as error:  # of a collective of torch.distributed.checkpoint
+        raise writer.error or CheckpointError(
+            f"while writing the {what}: lost a rank, whose own message says why ({describe(error)})"
+        ) from error
+
+    collected = ranks.gather(
+        f"collecting the checksums of the {what}",
+        lambda: {
+            "files": {name: asdict(entry) for name, entry in writer.files.items()},
+            "tensors": {name: asdict(entry) for name, entry in planner.tensors.items()},
+        },
+    )
+    files: dict[str, FileEntry] = {}
+    entries: dict[str, TensorEntry] = {}
+    for part in collected or ():
+        files.update({name: FileEntry(**entry) for name, entry in part["files"].items()})
+        for name, entry in part["tensors"].items():
+            entries[name] = TensorEntry(tuple(entry["shape"]), entry["dtype"], entry["digest"])
+    return files, entries
+
+
+def _require_shared(path: Path) -> None:
+    if not path.is_dir():
+        raise CheckpointError(
+            f"{path.parent} is not the same directory for all ranks: --save must lie on storage"
+            " that all nodes share"
+        )
+
+
+def _require_json(value: Any, where: str) -> None:
+    """Raise :class:`CheckpointError` naming the first value that JSON cannot hold exactly."""
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            if not isinstance(key, str):
+                raise CheckpointError(f"{where} has the key {key!r}; keys must be strings")
+            _require_json(item, f"{where}[{key!r}]")
+    elif isinstance(value, list | tuple):
+        for index, item in enumerate(value):
+            _require_json(item, f"{where}[{index}]")
+    elif value is not None and type(value) not in (bool, int, float, str):
+        raise CheckpointError(
+            f"{where} is a {type(value).__name__}; only JSON values can be saved there"
+        )

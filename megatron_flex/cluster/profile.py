@@ -1,0 +1,225 @@
+"""A profile: what one unit of each kind costs, as lines in tokens and token pairs.
+
+Time of a micro-batch on a unit is ``fixed + per_token * tokens + per_pair * squares`` seconds, with
+``squares`` the sum of squared sample lengths: two micro-batches with equal tokens need not cost the
+same. A profile is measured (``tools/profile_layers.py``), or written down from a described cluster
+(``megatron_flex/planner/closed_form.py``). It is valid within a range; outside it is extrapolated
+with a warning that names the range.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import warnings
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from megatron_flex.cluster.cluster import Link
+from megatron_flex.model.layers import Kind
+
+FORMAT = 1
+
+
+class ProfileError(ValueError):
+    """A profile that cannot be: the message names the kind, the field and the value."""
+
+
+class ProfileRangeWarning(UserWarning):
+    """A profile is used outside the range in which it was measured."""
+
+
+@dataclass(frozen=True)
+class Line:
+    """``fixed + per_token * tokens + per_pair * squares``, in seconds or in bytes."""
+
+    fixed: float = 0.0
+    per_token: float = 0.0
+    per_pair: float = 0.0
+
+    def __call__(self, tokens: float, squares: float) -> float:
+        """The value for a micro-batch of ``tokens`` tokens with ``squares`` token pairs."""
+        return self.fixed + self.per_token * tokens + self.per_pair * squares
+
+    def __add__(self, other: Line) -> Line:
+        return Line(
+            self.fixed + other.fixed,
+            self.per_token + other.per_token,
+            self.per_pair + other.per_pair,
+        )
+
+    def scaled(self, factor: float) -> Line:
+        """All coefficients times ``factor``."""
+        return Line(self.fixed * factor, self.per_token * factor, self.per_pair * factor)
+
+
+@dataclass(frozen=True)
+class KindProfile:
+    """Costs of one unit of a kind.
+
+    Attributes:
+        forward: seconds of the forward pass.
+        backward_input: seconds of the input half of the backward pass.
+        backward_weight: seconds of its weight half.
+        activation: bytes that a forward leaves for the backward, a token.
+        transient: bytes that a pass needs on top while it runs, a token.
+        update: seconds of the optimizer's update of the unit's own slab.
+    """
+
+    forward: Line
+    backward_input: Line
+    backward_weight: Line
+    activation: float
+    transient: float
+    update: float
+
+    @property
+    def backward(self) -> Line:
+        """Seconds of the whole backward pass."""
+        return self.backward_input + self.backward_weight
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Costs of all kinds of unit of one model on one kind of device.
+
+    Attributes:
+        name: what was profiled and where.
+        kinds: costs of one unit of each kind.
+        boundary: bytes of one token's activation between stages.
+        tied_update: seconds of the update of the tied word embedding; 0 without one.
+        tokens: least and most tokens of a micro-batch that were measured.
+        longest: longest sample that was measured, in tokens.
+        links: measured links by name (``intra``, ``host``); may be empty.
+    """
+
+    name: str
+    kinds: Mapping[Kind, KindProfile]
+    boundary: float
+    tied_update: float
+    tokens: tuple[int, int]
+    longest: int
+    links: Mapping[str, Link]
+
+    def __post_init__(self) -> None:
+        missing = [kind.value for kind in Kind if kind not in self.kinds]
+        if missing:
+            raise ProfileError(f"profile '{self.name}' has no costs of {', '.join(missing)}")
+        for kind, costs in self.kinds.items():
+            for field in fields(costs):
+                value = getattr(costs, field.name)
+                numbers = asdict(value) if isinstance(value, Line) else {"": value}
+                for part, number in numbers.items():
+                    name = f"{kind.value}.{field.name}{'.' if part else ''}{part}"
+                    _check(self.name, name, number)
+            if kind in (Kind.ATTENTION, Kind.MLP) and costs.forward.per_token <= 0.0:
+                raise ProfileError(
+                    f"profile '{self.name}': {kind.value}.forward.per_token must be positive: a"
+                    " longer micro-batch cannot be free"
+                )
+        _check(self.name, "boundary", self.boundary)
+        _check(self.name, "tied_update", self.tied_update)
+        low, high = self.tokens
+        if not 0 < low <= high or self.longest < 1:
+            raise ProfileError(
+                f"profile '{self.name}': the measured range (tokens {low} to {high}, samples up to"
+                f" {self.longest}) is empty"
+            )
+
+    def warn_outside(self, tokens: tuple[int, int], longest: int) -> str | None:
+        """Warn when micro-batches are outside the measured range; returns the warning.
+
+        Args:
+            tokens: fewest and most tokens of the micro-batches.
+            longest: their longest sample.
+
+        Fewer tokens than measured are covered by the line's fixed part down to half the least
+        measured; more are extrapolated along the line.
+        """
+        low, high = self.tokens
+        if tokens[1] <= high and longest <= self.longest and 2 * tokens[0] >= low:
+            return None
+        text = (
+            f"profile '{self.name}' was measured on micro-batches of {low} to {high} tokens and"
+            f" samples up to {self.longest}; micro-batches of {tokens[0]} to {tokens[1]} tokens with"
+            f" samples up to {longest} are extrapolated"
+        )
+        warnings.warn(text, ProfileRangeWarning, stacklevel=2)
+        return text
+
+    def to_json(self) -> str:
+        """The text form; :meth:`from_json` reads it back to an equal profile."""
+        return json.dumps(
+            {
+                "format": FORMAT,
+                "name": self.name,
+                "kinds": {kind.value: asdict(costs) for kind, costs in self.kinds.items()},
+                "boundary": self.boundary,
+                "tied_update": self.tied_update,
+                "tokens": list(self.tokens),
+                "longest": self.longest,
+                "links": {name: asdict(link) for name, link in self.links.items()},
+            },
+            indent=1,
+        )
+
+    @classmethod
+    def from_json(cls, text: str) -> Profile:
+        """Read the text form. :class:`ProfileError` names what is missing or wrong."""
+        try:
+            data = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise ProfileError(f"not a profile: {error}") from error
+        if not isinstance(data, dict) or data.get("format") != FORMAT:
+            raise ProfileError(f"not a profile of format {FORMAT}; measure it again")
+        try:
+            return cls(
+                name=str(data["name"]),
+                kinds={
+                    Kind(name): KindProfile(
+                        **{
+                            field.name: Line(**costs[field.name])
+                            if field.type == "Line"
+                            else float(costs[field.name])
+                            for field in fields(KindProfile)
+                        }
+                    )
+                    for name, costs in data["kinds"].items()
+                },
+                boundary=float(data["boundary"]),
+                tied_update=float(data["tied_update"]),
+                tokens=(int(data["tokens"][0]), int(data["tokens"][1])),
+                longest=int(data["longest"]),
+                links={name: Link(**link) for name, link in data["links"].items()},
+            )
+        except ProfileError:
+            raise
+        except KeyError as error:
+            raise ProfileError(f"the profile has no field {error}") from error
+        except (TypeError, ValueError, AttributeError, IndexError) as error:
+            raise ProfileError(f"the profile is malformed: {error}") from error
+
+    def save(self, path: Path) -> None:
+        """Write the text form; never half-written."""
+        partial = path.with_name(f".{path.name}.{os.getpid()}")
+        partial.write_text(self.to_json() + "\n")
+        partial.replace(path)
+
+    @classmethod
+    def load(cls, path: Path) -> Profile:
+        """Read a profile from a file."""
+        try:
+            return cls.from_json(path.read_text())
+        except OSError as error:
+            raise ProfileError(f"cannot read the profile {path}: {error.strerror}") from error
+
+
+def _check(profile: str, name: str, number: Any) -> None:
+    if not isinstance(number, (int, float)) or not (0.0 <= number < math.inf):
+        raise ProfileError(
+            f"profile '{profile}': {name} is {number}, but costs must be finite and not negative;"
+            " measure again"
+        )

@@ -1,0 +1,49 @@
+"""Flags of pipeline and data parallelism."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from megatron_flex.config.option import option
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelOptions:
+    """How the model is laid out on the workers, when --flexpipe-plan does not say it in full."""
+
+    tensor_model_parallel_size: Literal[1] = 1
+    """Workers that share each layer."""
+
+    pipeline_model_parallel_size: int = option(1, at_least=1)
+    """Number of pipeline stages. The number of workers must be a multiple of it. Layers are cut by
+    their cost, so their number need not be."""
+
+    pipeline_model_parallel_layout: str | None = None
+    """The layers of every stage, as in Megatron-LM: E embedding, t layer, L output, | between
+    stages, such as "Et*3|(tt|)*2t*3L"."""
+
+    decoder_first_pipeline_num_layers: int | None = option(None, at_least=0)
+    """Layers of the first stage."""
+
+    decoder_last_pipeline_num_layers: int | None = option(None, at_least=0)
+    """Layers of the last stage."""
+
+    account_for_embedding_in_pipeline_split: bool = option(True, always=True)
+    """Count the embedding in the cut: always, at its cost."""
+
+    account_for_loss_in_pipeline_split: bool = option(True, always=True)
+    """Count the output layer in the cut: always, at its cost."""
+
+    overlap_grad_reduce: bool = option(True, always=True)
+    """Reduce a block's gradients while the backward pass goes on: always, where the schedule
+    leaves room."""
+
+    distributed_backend: Literal["nccl", "gloo"] = "nccl"
+    """Communication library; gloo for workers on CPUs."""
+
+    distributed_timeout_minutes: int = option(10, at_least=1)
+    """Longest wait for another worker."""
+
+    use_cpu_initialization: bool = option(True, always=True)
+    """Draw the weights on the CPU: always, so that they depend on the seed alone."""

@@ -1,0 +1,347 @@
+"""Flags that contradict each other or have no effect, found before anything is allocated.
+
+Each check returns sentences that name the flags and say what to change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+
+from megatron_flex.config.config import Config, flag_of
+from megatron_flex.config.data import DataOptions
+from megatron_flex.config.tokenizer import NEEDS
+from megatron_flex.data.paths import (
+    Split,
+    parse_blend,
+    split_bounds,
+)
+
+Problems = Iterator[str]
+
+LEGACY_SPLIT = "969, 30, 1"
+_MANY_DOCUMENTS = 10**9  # only whether a share is zero counts here
+
+
+def problems(config: Config) -> list[str]:
+    """Everything that is wrong with a configuration whose values are each allowed."""
+    return [problem for check in _CHECKS for problem in check(config)]
+
+
+def _without(config: Config, needs: str, met: object, fields: Iterable[str]) -> Problems:
+    """One sentence for each given field that has no effect because ``needs`` is not met."""
+    if not met:
+        for name in fields:
+            if name in config.given:
+                yield f"{flag_of(name)} has no effect without {needs}: remove it, or add {needs}"
+
+
+def _model(config: Config) -> Problems:
+    m = config.model
+    rope = m.position_embedding_type == "rope"
+    yield from _without(
+        config, "--position-embedding-type rope", rope, ("rotary_base", "rotary_percent")
+    )
+    yield from _without(
+        config, "--group-query-attention", m.group_query_attention, ("num_query_groups",)
+    )
+    groups = m.num_query_groups if m.group_query_attention else m.num_attention_heads
+    if m.num_attention_heads % groups:
+        yield (
+            f"--num-attention-heads {m.num_attention_heads} is not a multiple of"
+            f" --num-query-groups {groups}"
+        )
+    if rope and (int(m.kv_channels * m.rotary_percent) % 2 or m.kv_channels * m.rotary_percent < 2):
+        yield (
+            f"rotary embeddings need an even number of channels, not"
+            f" {int(m.kv_channels * m.rotary_percent)} (--rotary-percent of {m.kv_channels}"
+            " channels a head): change --kv-channels or --rotary-percent"
+        )
+    longest = config.data.max_sample_length
+    if m.position_embedding_type != "none" and m.max_position_embeddings < max(
+        longest, m.seq_length
+    ):
+        yield (
+            f"samples may have {max(longest, m.seq_length)} tokens, but --max-position-embeddings"
+            f" is {m.max_position_embeddings}: raise it, or lower --seq-length and"
+            " --max-sample-length"
+        )
+    if config.architecture != "bert":
+        for name in ("bert_binary_head", "mask_prob"):
+            if name in config.given:
+                yield f"{flag_of(name)} is for BERT: remove it, or start pretrain_bert.py"
+
+
+def _data(config: Config) -> Problems:
+    d, given = config.data, config.given
+    parts = {"train_data_path", "valid_data_path", "test_data_path"} & given
+    listed = "per_split_data_args_path" in given
+    sources = (
+        "data_path" in given,
+        "data_args_path" in given,
+        bool(parts),
+        listed,
+        d.mock_data,
+    )
+    if sum(sources) != 1:
+        yield (
+            "give one source of data: --data-path, --data-args-path, --train-data-path and its"
+            " like, --per-split-data-args-path, or --mock-data"
+            + (", not several" if any(sources) else "")
+        )
+        return
+    if parts and not d.train_data_path and not config.evaluation.skip_train:
+        yield "give --train-data-path beside --valid-data-path and --test-data-path"
+    if (parts or listed) and "split" in given:
+        yield "--split has no effect on data sets for each split: it divides --data-path"
+    try:
+        shares = _shares(d)
+    except ValueError as error:
+        yield str(error)
+        return
+    if not shares[Split.TRAIN] and not config.evaluation.skip_train:
+        yield "the data flags leave nothing for training: change --split or the data paths"
+    if "eval_interval" in given and not shares[Split.VALID]:
+        yield (
+            "--eval-interval needs validation data: give --valid-data-path or a share in --split,"
+            " or remove it"
+        )
+    pair = d.sample_format == "pair"
+    yield from _without(config, "--sample-format pair", pair, ("pair_keys",))
+    if pair and (config.architecture == "bert" or d.mock_data):
+        yield "--sample-format pair is for GPT and data on disk: remove it"
+
+
+def _shares(d: DataOptions) -> tuple[bool, bool, bool]:
+    """Whether there is training, validation and test data; ``ValueError`` if paths are wrong."""
+    parts = (d.train_data_path, d.valid_data_path, d.test_data_path)
+    if any(parts):
+        for name, prefixes in zip(("train", "valid", "test"), parts, strict=True):
+            if prefixes:
+                parse_blend(prefixes, f"--{name}-data-path")
+        return bool(parts[0]), bool(parts[1]), bool(parts[2])
+    if d.data_path:
+        parse_blend(d.data_path, "--data-args-path" if d.data_args_path else "--data-path")
+    bounds = split_bounds(LEGACY_SPLIT if d.split is None else d.split, _MANY_DOCUMENTS)
+    train, valid, test = (start < stop for start, stop in bounds)
+    return train, valid, test
+
+
+def _tokenizer(config: Config) -> Problems:
+    t = config.tokenizer
+    for name in NEEDS[t.tokenizer_type]:
+        if getattr(t, name) is None:
+            yield f"--tokenizer-type {t.tokenizer_type} needs {flag_of(name)}"
+    for name in ("tokenizer_model", "vocab_file", "merge_file", "vocab_size"):
+        if name in config.given and name not in NEEDS[t.tokenizer_type]:
+            yield f"{flag_of(name)} has no effect with --tokenizer-type {t.tokenizer_type}"
+    if t.padded_vocab_size and "make_vocab_size_divisible_by" in config.given:
+        yield "--make-vocab-size-divisible-by has no effect with --padded-vocab-size"
+
+
+def _schedule(config: Config) -> Problems:
+    t, r, given = config.training, config.learning_rate, config.given
+    by_samples = t.train_samples is not None
+    wrong, right, other = (
+        ("iters", "--train-samples", "samples")
+        if by_samples
+        else ("samples", "--train-iters", "iters")
+    )
+    for stem in ("lr_decay", "lr_warmup", "lr_wsd_decay"):
+        if f"{stem}_{wrong}" in given:
+            yield (
+                f"{flag_of(f'{stem}_{wrong}')} does not go with {right}: use"
+                f" {flag_of(f'{stem}_{other}')}"
+            )
+    if t.rampup_batch_size and not by_samples:
+        yield "--rampup-batch-size counts in samples: use --train-samples instead of --train-iters"
+    if r.lr_warmup_fraction is not None and given & {"lr_warmup_iters", "lr_warmup_samples"}:
+        yield "give --lr-warmup-fraction or a number of warm-up iterations or samples, not both"
+    warmup, total = _steps(config)
+    if warmup >= total:
+        yield (
+            f"the warm-up ({warmup} samples) must be shorter than the schedule ({total} samples):"
+            " change --lr-warmup-* or --lr-decay-*"
+        )
+    yield from _without(
+        config,
+        "a warm-up (--lr-warmup-iters, --lr-warmup-samples or --lr-warmup-fraction)",
+        warmup > 0,
+        ("lr_warmup_init",),
+    )
+    if r.min_lr > r.lr or r.lr_warmup_init > r.lr:
+        yield "--min-lr and --lr-warmup-init must not be above --lr"
+    if r.lr_decay_style == "constant":
+        ineffective = ["min_lr"]
+        if r.lr_warmup_fraction is None:
+            ineffective += ["lr_decay_iters", "lr_decay_samples"]
+        for name in ineffective:
+            if name in given:
+                yield f"{flag_of(name)} has no effect with --lr-decay-style constant: remove it"
+    wsd = r.lr_decay_style == "WSD"
+    names = ("lr_wsd_decay_style", "lr_wsd_decay_iters", "lr_wsd_decay_samples")
+    yield from _without(config, "--lr-decay-style WSD", wsd, names)
+    if wsd:
+        length = r.lr_wsd_decay_samples if by_samples else r.lr_wsd_decay_iters
+        flag = f"--lr-wsd-decay-{other}"
+        if length is None:
+            yield f"--lr-decay-style WSD needs {flag}"
+        elif (length if by_samples else length * t.global_batch_size) > total - warmup:
+            yield f"{flag} {length} is longer than what the warm-up leaves of the schedule"
+    if r.override_opt_param_scheduler and r.use_checkpoint_opt_param_scheduler:
+        yield (
+            "give either --override-opt_param-scheduler or --use-checkpoint-opt_param-scheduler,"
+            " not both"
+        )
+    yield from _weight_decay(config)
+
+
+def _steps(config: Config) -> tuple[float, int]:
+    """Samples of the warm-up and of the whole learning-rate schedule."""
+    t, r = config.training, config.learning_rate
+    if t.train_samples is not None:
+        total, warmup = r.lr_decay_samples or t.train_samples, r.lr_warmup_samples
+    else:
+        total = (r.lr_decay_iters or t.train_iters) * t.global_batch_size
+        warmup = r.lr_warmup_iters * t.global_batch_size
+    if r.lr_warmup_fraction is not None:
+        return r.lr_warmup_fraction * total, total
+    return warmup, total
+
+
+def _weight_decay(config: Config) -> Problems:
+    r = config.learning_rate
+    grows = r.weight_decay_incr_style != "constant"
+    names = ("start_weight_decay", "end_weight_decay")
+    yield from _without(config, "--weight-decay-incr-style linear or cosine", grows, names)
+    if not grows:
+        return
+    if r.start_weight_decay is None or r.end_weight_decay is None:
+        yield (
+            f"--weight-decay-incr-style {r.weight_decay_incr_style} needs --start-weight-decay and"
+            " --end-weight-decay"
+        )
+    elif r.start_weight_decay > r.end_weight_decay:
+        yield "--start-weight-decay must not be above --end-weight-decay"
+    if "weight_decay" in config.given:
+        yield (
+            "--weight-decay has no effect with --weight-decay-incr-style"
+            f" {r.weight_decay_incr_style}: use --start-weight-decay and --end-weight-decay"
+        )
+
+
+def _checkpoint(config: Config) -> Problems:
+    c = config.checkpoint
+    saving = ("save_interval", "save_optim", "save_rng", "save_retain_interval", "keep_last_n")
+    yield from _without(config, "--save", c.save, (*saving, "async_save", "log_progress"))
+    if c.save and c.save_interval is None:
+        yield "--save needs --save-interval, the iterations between checkpoints"
+    if c.save_retain_interval and c.save_interval and c.save_retain_interval % c.save_interval:
+        yield (
+            f"--save-retain-interval {c.save_retain_interval} must be a multiple of --save-interval"
+            f" {c.save_interval}"
+        )
+    yield from _without(
+        config,
+        "--load",
+        c.load,
+        ("ckpt_step", "use_checkpoint_args", "exit_on_missing_checkpoint"),
+    )
+    yield from _without(
+        config,
+        "--load (or --pretrained-checkpoint)",
+        c.load or c.pretrained_checkpoint,
+        ("finetune", "load_optim", "load_rng"),
+    )
+    loaded = c.load and not c.finetune
+    yield from _without(
+        config,
+        "--load of a run that goes on (no --finetune)",
+        loaded,
+        ("override_opt_param_scheduler", "use_checkpoint_opt_param_scheduler"),
+    )
+    if c.pretrained_checkpoint and c.exit_on_missing_checkpoint:
+        yield (
+            "--pretrained-checkpoint is for a --load directory that is still empty, which"
+            " --exit-on-missing-checkpoint forbids: remove one of them"
+        )
+
+
+def _logging(config: Config) -> Problems:
+    g = config.logging
+    board = (
+        "tensorboard_log_interval",
+        "tensorboard_queue_size",
+        "log_timers_to_tensorboard",
+        "log_loss_scale_to_tensorboard",
+        "log_validation_ppl_to_tensorboard",
+        "log_memory_to_tensorboard",
+        "log_world_size_to_tensorboard",
+    )
+    yield from _without(
+        config,
+        "--tensorboard-dir (or --wandb-project)",
+        g.tensorboard_dir or g.wandb_project,
+        board,
+    )
+    yield from _without(config, "--log-throughput", g.log_throughput, ("device_peak_tflops",))
+    yield from _without(
+        config, "--timing-log-level 1 or 2", g.timing_log_level, ("timing_log_option",)
+    )
+    wandb = ("wandb_exp_name", "wandb_save_dir", "wandb_entity")
+    yield from _without(config, "--wandb-project", g.wandb_project, wandb)
+    if g.wandb_project:
+        if not g.wandb_exp_name:
+            yield "--wandb-project needs --wandb-exp-name"
+        if not g.wandb_save_dir and not config.checkpoint.save:
+            yield "--wandb-project needs --wandb-save-dir, or --save to put its files in"
+    p = config.profiling
+    names = ("profile_step_start", "profile_step_end", "use_pytorch_profiler", "profile_ranks")
+    yield from _without(config, "--profile", p.profile, names)
+    if p.profile:
+        if p.profile_step_end <= p.profile_step_start:
+            yield "--profile-step-end must be above --profile-step-start"
+        if p.use_pytorch_profiler and not g.tensorboard_dir:
+            yield "--use-pytorch-profiler writes its trace to --tensorboard-dir: give that"
+        absent = [rank for rank in p.profile_ranks if rank >= config.world_size]
+        if absent:
+            yield f"--profile-ranks names worker {absent[0]}, but there are {config.world_size}"
+
+
+def _evaluation(config: Config) -> Problems:
+    e = config.evaluation
+    if e.full_validation and "eval_iters" in config.given:
+        yield "--eval-iters has no effect with --full-validation: remove one of them"
+    if e.skip_train and "eval_interval" in config.given:
+        yield "--eval-interval has no effect with --skip-train: remove one of them"
+
+
+def _parallel(config: Config) -> Problems:
+    p, world = config.parallel, config.world_size
+    layout = (
+        "pipeline_model_parallel_size",
+        "pipeline_model_parallel_layout",
+        "decoder_first_pipeline_num_layers",
+        "decoder_last_pipeline_num_layers",
+    )
+    if config.flexpipe.flexpipe_plan is not None:
+        for name in layout:
+            if name in config.given:
+                yield f"{flag_of(name)} has no effect with --flexpipe-plan: remove one of them"
+    elif world % p.pipeline_model_parallel_size:
+        yield (
+            f"{world} workers are no multiple of --pipeline-model-parallel-size"
+            f" {p.pipeline_model_parallel_size}: change one of them, or give stages of different"
+            " sizes with --flexpipe-plan"
+        )
+
+
+_CHECKS: tuple[Callable[[Config], Problems], ...] = (
+    _model,
+    _data,
+    _tokenizer,
+    _schedule,
+    _checkpoint,
+    _logging,
+    _evaluation,
+    _parallel,
+)

@@ -1,0 +1,103 @@
+"""Reading JSONL as it comes: what is wrong with a line is counted, or fatal if asked."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_flex.data.errors import DataError
+
+_BOM = b"\xef\xbb\xbf"
+
+# Repaired: the line is used all the same.
+BYTE_ORDER_MARK = "byte-order mark removed"
+CRLF = "CRLF line ending"
+# Skipped.
+BLANK = "blank line"
+NOT_UTF8 = "invalid UTF-8"
+BROKEN = "broken JSON"
+NOT_OBJECT = "not a JSON object"
+EMPTY = "empty text"
+
+
+@dataclass(frozen=True)
+class RawLine:
+    """One line of a file as it stands, and how far the file has been read (bytes on disk)."""
+
+    path: str
+    number: int
+    content: bytes
+    position: int
+
+
+@dataclass(frozen=True)
+class ParsedLine:
+    """The texts of a line, each a list of one text or of sentences; ``None`` if it is skipped.
+
+    ``notes`` says what was repaired, or, last, why the line is skipped.
+    """
+
+    texts: dict[str, list[str]] | None
+    notes: tuple[str, ...]
+
+
+def read_lines(path: str) -> Iterator[RawLine]:
+    """The lines of a file; ``.gz`` is unpacked on the way.
+
+    Raises:
+        DataError: the file cannot be read, or is a damaged archive.
+    """
+    try:
+        with (
+            Path(path).open("rb") as disk,
+            gzip.GzipFile(fileobj=disk) if path.endswith(".gz") else nullcontext(disk) as stream,
+        ):
+            for number, content in enumerate(stream, start=1):
+                yield RawLine(path, number, content, disk.tell())
+    except (OSError, EOFError) as error:
+        raise DataError(f"--input {path}: cannot read it: {error}") from error
+
+
+def parse(content: bytes, keys: Sequence[str], *, first: bool = False) -> ParsedLine:
+    """Take the values of ``keys`` out of one line; ``first`` is true for a file's first line.
+
+    A value is a string, or a list of strings (sentences, as Megatron's tool accepts them). A line
+    is skipped as a whole if one of its values cannot be used, so that data sets of several keys
+    stay aligned.
+    """
+    notes: list[str] = []
+    if first and content.startswith(_BOM):
+        content = content[len(_BOM) :]
+        notes.append(BYTE_ORDER_MARK)
+    if content.endswith(b"\r\n"):
+        notes.append(CRLF)
+    if not content.strip():
+        return ParsedLine(None, (*notes, BLANK))
+    try:
+        record = json.loads(content.decode("utf-8"))
+    except UnicodeDecodeError:
+        return ParsedLine(None, (*notes, NOT_UTF8))
+    except (ValueError, RecursionError):
+        return ParsedLine(None, (*notes, BROKEN))
+    if not isinstance(record, dict):
+        return ParsedLine(None, (*notes, NOT_OBJECT))
+    texts: dict[str, list[str]] = {}
+    for key in keys:
+        if key not in record:
+            return ParsedLine(None, (*notes, f"no key '{key}'"))
+        value = record[key]
+        sentences = [value] if isinstance(value, str) else value
+        if not isinstance(sentences, list) or not all(isinstance(s, str) for s in sentences):
+            return ParsedLine(None, (*notes, f"key '{key}' is not a string"))
+        try:
+            "".join(sentences).encode("utf-8")
+        except UnicodeEncodeError:  # half of a surrogate pair, written as \udXXX
+            return ParsedLine(None, (*notes, NOT_UTF8))
+        if not any(s.strip() for s in sentences):
+            return ParsedLine(None, (*notes, EMPTY))
+        texts[key] = sentences
+    return ParsedLine(texts, tuple(notes))

@@ -1,0 +1,92 @@
+"""Pairs of prompt and completion: the loss is on the completion only.
+
+On disk a pair is one document in each of two Megatron data sets, ``{prefix}_prompt_document`` and
+``{prefix}_completion_document``, as ``tools/preprocess_data.py --json-keys prompt completion``
+writes them. So lengths *and* the number of targets are known from the two indices alone.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from megatron_flex.data.documents import Documents
+from megatron_flex.data.errors import DataError
+from megatron_flex.data.keyed import IntArray
+from megatron_flex.data.samples import Overlong, Row, Selection, select
+
+
+class PairSamples:
+    """Samples ``t = prompt + completion``: inputs ``t[:-1]``, labels ``t[1:]``.
+
+    The loss mask is one where the label is a completion token (the very first token of a sample is
+    never a label). Arguments and errors as :class:`megatron_flex.data.gpt.GptSamples`; truncation
+    cuts the end, and a pair whose completion is cut off altogether has no target.
+    """
+
+    num_losses = 1
+
+    def __init__(
+        self,
+        prompts: Documents,
+        completions: Documents,
+        start: int = 0,
+        stop: int | None = None,
+        *,
+        max_length: int | None = None,
+        overlong: Overlong = Overlong.TRUNCATE,
+    ) -> None:
+        if prompts.num_documents != completions.num_documents:
+            raise DataError(
+                f"'{prompts.name}' has {prompts.num_documents} documents and '{completions.name}'"
+                f" {completions.num_documents}: a pair is the same document of both; write both in"
+                " one run of tools/preprocess_data.py"
+            )
+        self._prompts, self._completions = prompts, completions
+        self._limit = np.iinfo(np.int64).max if max_length is None else max_length
+        self._cut = overlong is Overlong.TRUNCATE
+        stop = prompts.num_documents if stop is None else stop
+        name = f"{prompts.name} + {completions.name}"
+        self._selection = select(name, start, stop, self._measure, max_length, overlong)
+
+    @property
+    def selection(self) -> Selection:
+        """Which documents are samples, and what was left out."""
+        return self._selection
+
+    def lengths(self, index: IntArray) -> IntArray:
+        """Input tokens of each sample, ``[n]`` int64."""
+        return np.minimum(self._measure(self._selection.documents(index))[0], self._limit)
+
+    def loss_tokens(self, index: IntArray) -> IntArray:
+        """Completion tokens that are labels, ``[n, 1]`` int64."""
+        return self._measure(self._selection.documents(index))[1][:, None]
+
+    def read(
+        self, index: int, number: int, start: int, stop: int, *, inputs: bool, targets: bool
+    ) -> Row:
+        """Tokens ``[start, stop)`` of a sample and their targets (``number`` plays no part)."""
+        document = int(self._selection.documents(np.array([index]))[0])
+        prompt = int(self._prompts.lengths(np.array([document]))[0])
+        end = stop + 1 if targets else stop
+        if not (inputs or targets):
+            return Row()
+        parts = []
+        if start < prompt:
+            parts.append(self._prompts.read(document, start, min(end, prompt)))
+        if end > prompt:
+            parts.append(self._completions.read(document, max(start - prompt, 0), end - prompt))
+        tokens = np.concatenate(parts)
+        if not targets:
+            return Row(tokens=tokens)
+        return Row(
+            tokens=tokens[:-1] if inputs else None,
+            labels=tokens[1:],
+            loss_mask=(np.arange(start + 1, end) >= prompt).astype(np.float32),
+        )
+
+    def _measure(self, documents: IntArray) -> tuple[IntArray, IntArray]:
+        prompts = self._prompts.lengths(documents)
+        lengths = prompts + self._completions.lengths(documents) - 1
+        used = np.minimum(lengths, self._limit) if self._cut else lengths
+        # Labels are tokens 1 .. used; those from the end of the prompt on count.
+        return lengths, np.maximum(used + 1 - np.maximum(prompts, 1), 0)

@@ -1,0 +1,106 @@
+"""``--data-path`` and its relatives: lists of prefixes with or without weights, and ``--split``."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from itertools import pairwise
+from pathlib import Path
+
+from megatron_flex.data.errors import DataError
+
+
+class Split(IntEnum):
+    """The three uses of data."""
+
+    TRAIN = 0
+    VALID = 1
+    TEST = 2
+
+
+@dataclass(frozen=True)
+class Blend:
+    """Prefixes to mix; ``weights`` is ``None`` to mix by size (each sample once an epoch)."""
+
+    prefixes: tuple[str, ...]
+    weights: tuple[float, ...] | None = None
+
+
+def parse_blend(words: Sequence[str], flag: str = "--data-path") -> Blend:
+    """Read ``prefix``, ``prefix1 prefix2 …`` or ``weight1 prefix1 weight2 prefix2 …``.
+
+    As ``megatron.core.datasets.utils.get_blend_from_list``: an even number of words is weights and
+    prefixes if every first word of a pair is a number, and prefixes if none is. A list with some
+    numbers is an error.
+    """
+    if not words:
+        raise DataError(f"{flag} needs at least one data set prefix")
+    if len(words) % 2 == 0:
+        weights = [_number(word) for word in words[::2]]
+        numbers = [w for w in weights if w is not None]
+        if len(numbers) == len(weights):
+            if min(numbers) < 0 or sum(numbers) <= 0:
+                raise DataError(f"{flag}: weights must not be negative, and not all zero")
+            pairs = [(w, p.strip()) for w, p in zip(numbers, words[1::2], strict=True) if w > 0]
+            return Blend(tuple(p for _, p in pairs), tuple(w for w, _ in pairs))
+        if numbers:
+            raise DataError(f"{flag}: either each prefix has a weight before it, or none has")
+    return Blend(tuple(word.strip() for word in words))
+
+
+def _number(word: str) -> float | None:
+    try:
+        return float(word)
+    except ValueError:
+        return None
+
+
+def split_bounds(split: str, count: int) -> tuple[tuple[int, int], ...]:
+    """First and one-after-last document of train, valid and test for ``--split``.
+
+    As megatron-core (``parse_and_normalize_split``): up to three proportions of any scale, in
+    order, borders rounded to the nearest document. ``split_bounds("98,2,0", 1000)`` is
+    ``((0, 980), (980, 1000), (1000, 1000))``.
+    """
+    shares = [float(word) for word in re.findall(r"[.0-9]+", split) if word.strip(".")]
+    if not 1 <= len(shares) <= 3 or sum(shares) <= 0 or "-" in split:
+        raise DataError(f"--split takes up to three proportions such as 969,30,1, not '{split}'")
+    shares += [0.0] * (3 - len(shares))
+    total = sum(shares)
+    borders = [0]
+    seen = 0.0
+    for share in shares:
+        seen += share / total
+        borders.append(min(count, round(seen * count)))
+    return tuple(pairwise(borders))
+
+
+def read_data_args(path: str) -> tuple[str, ...]:
+    """The words of a ``--data-args-path`` file: what ``--data-path`` would have."""
+    words = tuple(_text(path, "--data-args-path").split())
+    if not words:
+        raise DataError(f"--data-args-path {path}: the file is empty")
+    return words
+
+
+def read_per_split_data_args(path: str) -> dict[str, tuple[str, ...]]:
+    """The lists ``train``, ``valid`` and ``test`` of a ``--per-split-data-args-path`` file."""
+    flag = "--per-split-data-args-path"
+    try:
+        content = json.loads(_text(path, flag))
+    except json.JSONDecodeError as error:
+        raise DataError(f"{flag} {path}: not JSON: {error}") from error
+    names = ("train", "valid", "test")
+    if not isinstance(content, dict) or not set(content) <= set(names):
+        raise DataError(f"{flag} {path}: must be an object with lists {', '.join(names)}")
+    return {name: tuple(str(word) for word in content.get(name, ())) for name in names}
+
+
+def _text(path: str, flag: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"{flag} {path}: cannot be read: {error}") from error

@@ -1,0 +1,256 @@
+"""JSONL to ``.bin``/``.idx``, in several processes: what ``tools/preprocess_data.py`` does."""
+
+from __future__ import annotations
+
+import multiprocessing
+import sys
+from array import array
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from itertools import chain, islice
+from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+from tqdm import tqdm
+
+from megatron_flex.data.encode import (
+    Encoded,
+    EncodeOptions,
+    Encoder,
+    TextTokenizer,
+    encode_in_worker,
+    start_worker,
+)
+from megatron_flex.data.errors import DataError
+from megatron_flex.data.jsonl import RawLine, read_lines
+
+_T = TypeVar("_T")
+_CHUNK = 64  # lines that go to a worker at once
+_AHEAD = 4  # chunks for each worker that are read ahead: bounds memory
+
+
+@dataclass(frozen=True)
+class PreprocessOptions:
+    """What to do; fields are named as the flags.
+
+    ``make_tokenizer`` runs in each worker process, so it must be picklable.
+    """
+
+    inputs: tuple[str, ...]
+    output_prefix: str
+    make_tokenizer: Callable[[], TextTokenizer]
+    vocab_size: int
+    encode: EncodeOptions
+    workers: int = 1
+    partitions: int = 1
+    keep_sequential_samples: bool = False
+    log_interval: int = 1000
+
+    def prefix(self, key: str, partition: int | None = None) -> str:
+        """Where the documents of ``key`` go: ``{prefix}_{key}_{document|sentence}``."""
+        level = "sentence" if self.encode.split_sentences else "document"
+        part = "" if partition is None else f"_{partition}"
+        return f"{self.output_prefix}{part}_{key}_{level}"
+
+
+@dataclass
+class Report:
+    """What was written and what was not."""
+
+    lengths: dict[str, array[int]] = field(default_factory=dict)
+    notes: dict[str, int] = field(default_factory=dict)
+    skipped: int = 0
+
+    @property
+    def num_documents(self) -> int:
+        """Documents written, of each key."""
+        return len(next(iter(self.lengths.values()), ()))
+
+    def add(self, other: Report) -> None:
+        """Add the report of another partition."""
+        self.skipped += other.skipped
+        for note, count in other.notes.items():
+            self.notes[note] = self.notes.get(note, 0) + count
+        for key, lengths in other.lengths.items():
+            self.lengths.setdefault(key, array("q")).extend(lengths)
+
+    def lines(self) -> Iterator[str]:
+        """The report for people, line by line."""
+        for key, lengths in self.lengths.items():
+            tokens = np.frombuffer(lengths, dtype=np.int64)
+            if len(tokens):
+                p50, p99 = np.percentile(tokens, (50, 99))
+                yield (
+                    f"{key}: {len(tokens)} documents, {tokens.sum()} tokens; tokens a document:"
+                    f" mean {tokens.mean():.0f}, median {p50:.0f}, 99 % up to {p99:.0f}, longest"
+                    f" {tokens.max()}"
+                )
+        yield f"skipped: {self.skipped} lines"
+        for note, count in sorted(self.notes.items()):
+            yield f"  {note}: {count}"
+
+
+def preprocess(options: PreprocessOptions) -> Report:
+    """Tokenize all inputs and write the data sets, all of them or none.
+
+    Raises:
+        DataError: unreadable input, nothing to write, a flaw with ``strict``, or a dead worker.
+        OSError: the output cannot be written.
+    """
+    if options.workers < 1 or options.partitions < 1 or options.workers % options.partitions:
+        raise DataError(
+            f"--workers {options.workers} must be a multiple of --partitions {options.partitions}"
+        )
+    if options.partitions == 1:
+        return _partition(options, None, 0, 0)
+    block = 0
+    if options.keep_sequential_samples:
+        total = sum(1 for path in options.inputs for _ in read_lines(path))
+        block = -(-total // options.partitions)
+    try:
+        return _merge(options, _run_partitions(options, block))
+    finally:
+        for number in range(options.partitions):
+            for key in options.encode.keys:
+                for ending in (".bin", ".idx"):
+                    Path(options.prefix(key, number) + ending).unlink(missing_ok=True)
+
+
+def _run_partitions(options: PreprocessOptions, block: int) -> Report:
+    report = Report()
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(options.partitions, mp_context=context) as pool:
+        futures = [
+            pool.submit(_partition, options, number, number, block)
+            for number in range(options.partitions)
+        ]
+        for future in futures:
+            report.add(_result(future))
+    if not report.num_documents:
+        raise _nothing(report)
+    return report
+
+
+def _merge(options: PreprocessOptions, report: Report) -> Report:
+    from megatron_flex.data.indexed_writer import IndexedWriter
+
+    with ExitStack() as stack:
+        writers = [
+            stack.enter_context(IndexedWriter(options.prefix(key), options.vocab_size))
+            for key in options.encode.keys
+        ]
+        for key, writer in zip(options.encode.keys, writers, strict=True):
+            for number in range(options.partitions):
+                writer.add_files(options.prefix(key, number))
+        for writer in writers:
+            writer.commit()
+    return report
+
+
+def _partition(
+    options: PreprocessOptions, partition: int | None, number: int, block: int
+) -> Report:
+    """Handle one share of the lines: every n-th, or the block of ``block`` lines."""
+    from megatron_flex.data.indexed_writer import IndexedWriter  # loads torch: not in workers
+
+    report = Report()
+    size = sum(Path(path).stat().st_size for path in options.inputs)
+    lines = _share(options, number, block)
+    with ExitStack() as stack:
+        writers = {
+            key: stack.enter_context(
+                IndexedWriter(options.prefix(key, partition), options.vocab_size)
+            )
+            for key in options.encode.keys
+        }
+        bar = stack.enter_context(
+            tqdm(
+                total=size,
+                unit="B",
+                unit_scale=True,
+                position=number,
+                desc="tokenize",
+                mininterval=0.5 if sys.stderr.isatty() else 10,
+            )
+        )
+        reported = 0
+        for encoded in _encode(options, lines):
+            for documents in encoded.documents:
+                for key, document in documents.items():
+                    writers[key].add(document.ids, document.lengths)
+            report.add(Report(notes=encoded.notes, skipped=encoded.skipped))
+            bar.update(encoded.position - bar.n)
+            written = len(writers[options.encode.keys[0]].lengths)
+            if written // options.log_interval > reported:
+                reported = written // options.log_interval
+                bar.set_postfix(documents=written, skipped=report.skipped, refresh=False)
+        bar.update(size - bar.n)
+        if partition is None and not writers[options.encode.keys[0]].lengths:
+            raise _nothing(report)
+        for writer in writers.values():
+            writer.commit()
+    report.lengths = {key: writer.lengths for key, writer in writers.items()}
+    return report
+
+
+def _share(options: PreprocessOptions, number: int, block: int) -> Iterator[RawLine]:
+    """The lines of one partition; positions count over all inputs."""
+    sizes = [Path(path).stat().st_size for path in options.inputs]
+    before = [sum(sizes[:i]) for i in range(len(sizes))]
+    everything = chain.from_iterable(
+        (
+            RawLine(line.path, line.number, line.content, line.position + offset)
+            for line in read_lines(path)
+        )
+        for path, offset in zip(options.inputs, before, strict=True)
+    )
+    if block:
+        return islice(everything, number * block, (number + 1) * block)
+    return islice(everything, number, None, options.partitions)
+
+
+def _encode(options: PreprocessOptions, lines: Iterator[RawLine]) -> Iterator[Encoded]:
+    """Encoded lines in their order, here or in worker processes."""
+    chunks = iter(lambda: list(islice(lines, _CHUNK)), [])
+    workers = options.workers // options.partitions
+    if workers == 1:
+        encoder = Encoder(options.make_tokenizer(), options.encode)
+        yield from map(encoder.lines, chunks)
+        return
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(
+        workers,
+        mp_context=context,
+        initializer=start_worker,
+        initargs=(options.make_tokenizer, options.encode),
+    ) as pool:
+        waiting: deque[Future[Encoded]] = deque()
+        try:
+            for chunk in chunks:
+                waiting.append(pool.submit(encode_in_worker, chunk))
+                if len(waiting) >= workers * _AHEAD:
+                    yield _result(waiting.popleft())
+            while waiting:
+                yield _result(waiting.popleft())
+        finally:
+            for future in waiting:
+                future.cancel()
+
+
+def _result(future: Future[_T]) -> _T:
+    try:
+        return future.result()
+    except BrokenProcessPool as error:
+        raise DataError(
+            "a worker process died (out of memory, or its tokenizer could not be made); try fewer"
+            " --workers"
+        ) from error
+
+
+def _nothing(report: Report) -> DataError:
+    return DataError("no document to write; " + "; ".join(line.strip() for line in report.lines()))

@@ -1,0 +1,165 @@
+"""What a set of training samples is, and which documents can be samples at all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from megatron_flex.data.errors import DataError
+from megatron_flex.data.keyed import IntArray
+
+_PIECE = 1 << 22  # documents looked at a time: bounds scratch memory
+
+
+class Overlong(str, Enum):
+    """What to do with a sample longer than ``--max-sample-length``."""
+
+    TRUNCATE = "truncate"
+    DROP = "drop"
+    ERROR = "error"
+
+
+@dataclass(frozen=True)
+class Row:
+    """The tokens of one slice of one sample, ``[n]`` each; ``None`` where not asked for.
+
+    ``loss_mask`` is float32, the others int64. ``sentence_order`` is 0 (in order) or 1 (swapped).
+    """
+
+    tokens: IntArray | None = None
+    labels: IntArray | None = None
+    loss_mask: npt.NDArray[np.float32] | None = None
+    token_types: IntArray | None = None
+    sentence_order: int | None = None
+
+
+class Samples(Protocol):
+    """A finite set of samples of one kind, addressed by index. Lengths need no tokens."""
+
+    @property
+    def selection(self) -> Selection:
+        """Which documents are samples, and what was left out."""
+
+    @property
+    def num_losses(self) -> int:
+        """Number of losses with a denominator of their own: 1, or 2 with a sentence-order head."""
+
+    def lengths(self, index: IntArray) -> IntArray:
+        """Input tokens of each sample, ``[n]`` int64."""
+
+    def loss_tokens(self, index: IntArray) -> IntArray:
+        """Targets of each sample for each loss, ``[n, num_losses]`` int64."""
+
+    def read(
+        self, index: int, number: int, start: int, stop: int, *, inputs: bool, targets: bool
+    ) -> Row:
+        """Tokens ``[start, stop)`` of a sample; ``number`` is its consumed-sample number."""
+
+
+@dataclass(frozen=True)
+class Counts:
+    """What became of the documents of a set.
+
+    ``no_target`` were too short to give a target (or have one sentence only where two are needed).
+    ``cut_tokens`` is the number of tokens that truncation removed.
+    """
+
+    documents: int
+    samples: int
+    no_target: int
+    truncated: int
+    cut_tokens: int
+    dropped: int
+
+    def __str__(self) -> str:
+        parts = [f"{self.samples} samples of {self.documents} documents"]
+        if self.no_target:
+            parts.append(f"{self.no_target} skipped without a target")
+        if self.truncated:
+            parts.append(f"{self.truncated} truncated by {self.cut_tokens} tokens in all")
+        if self.dropped:
+            parts.append(f"{self.dropped} dropped as too long")
+        return ", ".join(parts)
+
+
+@dataclass(frozen=True, eq=False)
+class Selection:
+    """The usable documents of ``[start, stop)``; ``kept`` is ``None`` when all of them are."""
+
+    start: int
+    kept: npt.NDArray[np.integer] | None
+    counts: Counts
+
+    @property
+    def size(self) -> int:
+        """Number of samples."""
+        return self.counts.samples
+
+    def documents(self, index: IntArray) -> IntArray:
+        """Document number of each sample index, ``[n]`` int64."""
+        if self.kept is None:
+            return index + self.start
+        return self.kept[index].astype(np.int64) + self.start
+
+
+def select(
+    name: str,
+    start: int,
+    stop: int,
+    measure: Callable[[IntArray], tuple[IntArray, IntArray]],
+    max_length: int | None,
+    overlong: Overlong,
+) -> Selection:
+    """Find the documents of ``[start, stop)`` that can be samples.
+
+    Args:
+        name: the data set, for messages.
+        measure: for document numbers, the input tokens of the *uncut* sample, and the targets of
+            the sample as it would be used (cut to ``max_length``); no target, no sample.
+        max_length: most input tokens of a sample; ``None`` for no limit.
+        overlong: what to do with longer ones.
+
+    Raises:
+        DataError: a sample is too long and ``overlong`` is ``error``, or none is left.
+    """
+    usable = np.empty(stop - start, dtype=bool)
+    no_target = truncated = cut = dropped = 0
+    for first in range(start, stop, _PIECE):
+        numbers = np.arange(first, min(first + _PIECE, stop), dtype=np.int64)
+        lengths, targets = measure(numbers)
+        useful = targets > 0
+        over = np.zeros_like(useful) if max_length is None else useful & (lengths > max_length)
+        if overlong is Overlong.ERROR and over.any():
+            worst = int(np.argmax(np.where(over, lengths, 0)))
+            raise DataError(
+                f"data set '{name}': document {int(numbers[worst])} has {int(lengths[worst])} input"
+                f" tokens, more than --max-sample-length {max_length}; raise it, or choose"
+                " --overlong truncate or --overlong drop"
+            )
+        no_target += int(np.count_nonzero(~useful))
+        if overlong is Overlong.DROP:
+            dropped += int(np.count_nonzero(over))
+            useful &= ~over
+        elif max_length is not None:
+            truncated += int(np.count_nonzero(over))
+            cut += int((lengths[over] - max_length).sum())
+        usable[first - start : first - start + len(numbers)] = useful
+    size = int(np.count_nonzero(usable))
+    counts = Counts(stop - start, size, no_target, truncated, cut, dropped)
+    if size == 0:
+        raise DataError(
+            f"data set '{name}': none of its {stop - start} documents can be a sample ({no_target}"
+            f" without a target, {dropped} longer than --max-sample-length {max_length}); check"
+            " --split, --max-sample-length and the data"
+        )
+    kept: npt.NDArray[np.integer] | None = None
+    if size < stop - start:
+        kept = np.flatnonzero(usable)
+        if stop - start < 1 << 31:
+            kept = kept.astype(np.int32)  # half the memory, on every process
+    return Selection(start, kept, counts)

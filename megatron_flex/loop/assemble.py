@@ -1,0 +1,100 @@
+"""From the flags to the parts of a run: data, model, plan."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron_flex.arguments import plan_of
+from megatron_flex.config.config import Config
+from megatron_flex.data.batches import BatchSource
+from megatron_flex.data.errors import DataError
+from megatron_flex.data.masking import BertVocabulary
+from megatron_flex.data.paths import Split, read_data_args, read_per_split_data_args
+from megatron_flex.data.samples import Overlong
+from megatron_flex.data.sources import DataConfig, DataSets
+from megatron_flex.model.config import ModelConfig
+from megatron_flex.planner.plan import Plan
+from megatron_flex.tokenizers.base import Tokenizer
+from megatron_flex.tokenizers.build import build_tokenizer
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What a run works with; equal on every worker.
+
+    ``train``, ``valid`` and ``test`` are ``None`` where no document belongs to them.
+    """
+
+    model: ModelConfig
+    plan: Plan
+    train: BatchSource | None
+    valid: BatchSource | None
+    test: BatchSource | None
+
+
+def assemble(config: Config) -> Parts:
+    """Open the data and derive model and plan; nothing large is allocated.
+
+    Raises ``DataError``, ``TokenizerError`` or ``PlanError`` that says what to change.
+    """
+    t = config.tokenizer
+    tokenizer = build_tokenizer(
+        t.tokenizer_type,
+        tokenizer_model=t.tokenizer_model,
+        vocab_file=t.vocab_file,
+        merge_file=t.merge_file,
+        vocab_size=t.vocab_size,
+    )
+    model = config.model_config(tokenizer.vocab_size)
+    sets = DataSets(_data_config(config, model, tokenizer))
+    train = None
+    if not config.evaluation.skip_train:
+        train = sets.source(Split.TRAIN)
+        if train is None:
+            raise DataError("no document is left for training: change --split or the data paths")
+    return Parts(
+        model,
+        plan_of(config, model),
+        train,
+        sets.source(Split.VALID, repeat=False),
+        sets.source(Split.TEST, repeat=False),
+    )
+
+
+def _data_config(config: Config, model: ModelConfig, tokenizer: Tokenizer) -> DataConfig:
+    d, bert = config.data, config.architecture == "bert"
+    common, parts = d.data_path, (d.train_data_path, d.valid_data_path, d.test_data_path)
+    if d.data_args_path is not None:
+        common = read_data_args(d.data_args_path)
+    if d.per_split_data_args_path is not None:
+        lists = read_per_split_data_args(d.per_split_data_args_path)
+        parts = lists["train"], lists["valid"], lists["test"]
+    return DataConfig(
+        vocab_size=model.vocab_size,
+        seed=config.training.seed,
+        data_path=common,
+        train_data_path=parts[0],
+        valid_data_path=parts[1],
+        test_data_path=parts[2],
+        split=d.split,
+        mock_data=d.mock_data,
+        mmap_bin_files=d.mmap_bin_files,
+        sample_format="bert" if bert else d.sample_format,
+        pair_keys=d.pair_keys,
+        max_sample_length=d.max_sample_length,
+        overlong=Overlong(d.overlong),
+        bert=bert_vocabulary(tokenizer) if bert else None,
+        bert_binary_head=config.model.bert_binary_head,
+        mask_prob=d.mask_prob,
+    )
+
+
+def bert_vocabulary(tokenizer: Tokenizer) -> BertVocabulary:
+    """What masking needs of ``tokenizer``; raises ``DataError`` if a special token is missing."""
+    cls, sep, mask = tokenizer.cls, tokenizer.sep, tokenizer.mask
+    if cls is None or sep is None or mask is None:
+        raise DataError(
+            "BERT needs a tokenizer with [CLS], [SEP] and [MASK]: take --tokenizer-type"
+            " BertWordPieceLowerCase, BertWordPieceCase or HuggingFaceTokenizer with such tokens"
+        )
+    return BertVocabulary(tokenizer.vocab_size, cls, sep, mask, tokenizer.continuation)

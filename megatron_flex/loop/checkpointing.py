@@ -1,0 +1,176 @@
+"""What of a run goes into a checkpoint and comes back: the glue between state and storage."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from megatron_flex.checkpoint.async_save import AsyncSaver
+from megatron_flex.checkpoint.errors import CheckpointError
+from megatron_flex.checkpoint.layout import latest
+from megatron_flex.checkpoint.load import MODEL, load, read_common
+from megatron_flex.checkpoint.options import LoadOptions
+from megatron_flex.checkpoint.retention import Retention
+from megatron_flex.checkpoint.save import check_writable, save
+from megatron_flex.config.checkpoint import CheckpointOptions
+from megatron_flex.data.microbatches import CostCoefficients
+from megatron_flex.learning_rate import LearningRateSchedule
+from megatron_flex.loop.progress import Progress
+from megatron_flex.runtime.holdings import Holdings
+from megatron_flex.runtime.world import World
+
+
+@dataclass(frozen=True)
+class Restored:
+    """What a run starts from: ``source`` is ``None`` when it starts from scratch."""
+
+    progress: Progress
+    coefficients: CostCoefficients
+    source: str | None = None
+
+
+class Checkpoints:
+    """Saves and loads one run's state. All workers call each method together."""
+
+    def __init__(
+        self, options: CheckpointOptions, world: World, holdings: Holdings, arguments: dict[str, Any]
+    ) -> None:
+        self._options = options
+        self._world = world
+        self._holdings = holdings
+        self._arguments = arguments
+        self._group = (
+            dist.new_group(backend="gloo", timeout=world.timeout) if world.size > 1 else None
+        )
+        retention = Retention(options.keep_last_n, options.save_retain_interval)
+        self._retention = retention
+        self._background: AsyncSaver | None = None
+        if options.save is not None:
+            check_writable(options.save, group=self._group)
+            if options.async_save:
+                self._background = AsyncSaver(options.save, group=self._group, retention=retention)
+
+    @property
+    def failed(self) -> bool:
+        """Whether a save in the background failed on this worker; :meth:`close` raises why."""
+        return self._background is not None and self._background.failed
+
+    def save(
+        self, progress: Progress, schedule: LearningRateSchedule, coefficients: CostCoefficients
+    ) -> None:
+        """Save after ``progress.iteration``; returns at once with ``--async-save``."""
+        options = self._options
+        assert options.save is not None
+        tensors = self._holdings.named_state(owned=True, optimizer=options.save_optim)
+        common = {
+            "progress": progress.values(),
+            "optimizer_steps": self._steps(),
+            "opt_param_scheduler": schedule.state_dict(),
+            "micro_batch_coefficients": asdict(coefficients),
+            MODEL: asdict(self._holdings.config),
+            "arguments": self._arguments,
+        }
+        if options.save_rng:
+            common["rng"] = {"seed": self._holdings.config.seed}
+        if self._background is not None:
+            self._background.start(progress.iteration, tensors, common)
+        else:
+            save(
+                options.save,
+                progress.iteration,
+                tensors,
+                common,
+                group=self._group,
+                retention=self._retention,
+            )
+
+    def close(self) -> None:
+        """Wait for the save in the background, and raise its error."""
+        if self._background is not None:
+            self._background.close()
+
+    def load(
+        self, schedule: LearningRateSchedule, coefficients: CostCoefficients
+    ) -> Restored:
+        """Fill the state that the flags name; without a checkpoint the run starts from scratch.
+
+        Raises :class:`CheckpointError` naming what does not fit.
+        """
+        found = self._find()
+        if found is None:
+            return Restored(Progress(), coefficients)
+        directory, options, iteration = found
+        wanted = self._holdings.named_state(owned=False)
+        names = options.wanted(wanted)
+        common = load(
+            directory,
+            {name: wanted[name] for name in names},
+            iteration=iteration,
+            group=self._group,
+            model=asdict(self._holdings.config),
+        )
+        source = f"iteration {common['progress']['iteration']} of {directory}"
+        if not options.optimizer:
+            for slab in self._holdings:
+                slab.sync_master()
+        if options.finetune:
+            return Restored(Progress(), coefficients, source)
+        if options.rng and common.get("rng", {}).get("seed") != self._holdings.config.seed:
+            raise CheckpointError(
+                f"the checkpoint has {_seed(common)} and this run has --seed"
+                f" {self._holdings.config.seed}, which keys dropout and the order of the data: give"
+                " the same --seed, or --no-load-rng to go on with another"
+            )
+        if options.optimizer:
+            for slab in self._holdings:
+                slab.steps = common["optimizer_steps"]
+            schedule.load_state_dict(common["opt_param_scheduler"])
+        return Restored(
+            Progress(**common["progress"]),
+            CostCoefficients(**common["micro_batch_coefficients"]),
+            source,
+        )
+
+    def _find(self) -> tuple[Path, LoadOptions, int] | None:
+        """Directory, options and iteration to load, agreed on by all workers."""
+        o = self._options
+        options = LoadOptions(
+            finetune=o.finetune,
+            load_optim=o.load_optim,
+            load_rng=o.load_rng,
+            ckpt_step=o.ckpt_step,
+            exit_on_missing_checkpoint=o.exit_on_missing_checkpoint,
+        )
+        if o.load is not None:
+            iteration = options.iteration(o.load)
+            if iteration is not None:
+                return Path(o.load), options, iteration
+        if o.pretrained_checkpoint is not None:
+            iteration = latest(o.pretrained_checkpoint)
+            if iteration is None:
+                raise CheckpointError(
+                    f"--pretrained-checkpoint {o.pretrained_checkpoint} holds no checkpoint"
+                )
+            return Path(o.pretrained_checkpoint), LoadOptions(finetune=True), iteration
+        return None
+
+    def _steps(self) -> int:
+        # The same on all slabs of all workers; a worker without slabs learns it from the others.
+        mine = max((slab.steps for slab in self._holdings), default=0)
+        return self._world.max(mine)
+
+
+def saved_arguments(options: CheckpointOptions) -> dict[str, Any]:
+    """The arguments that the checkpoint of ``--load`` was written with."""
+    assert options.load is not None
+    common = read_common(options.load, options.ckpt_step)
+    arguments: dict[str, Any] = common["arguments"]
+    return arguments
+
+
+def _seed(common: dict[str, Any]) -> str:
+    seed = common.get("rng", {}).get("seed")
+    return "no seed (it was saved with --no-save-rng)" if seed is None else f"--seed {seed}"

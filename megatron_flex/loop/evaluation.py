@@ -1,0 +1,43 @@
+"""Validation and test: forward only, on the same layout, over all workers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron_flex.data.batches import BatchSource
+from megatron_flex.loop.iteration import Iterations
+from megatron_flex.model.config import loss_names
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Means of each loss over all its tokens, and how much was evaluated."""
+
+    losses: dict[str, float]
+    samples: int
+    tokens: int
+
+
+def evaluate(
+    iterations: Iterations, source: BatchSource, batch_size: int, batches: int | None
+) -> Evaluation:
+    """Evaluate the first ``batches`` batches of ``source``; ``None`` takes all there are.
+
+    ``source`` does not repeat: a validation always sees the same samples, and with fewer than
+    asked for it sees each once; the last batch may be smaller.
+    """
+    total = source.num_samples
+    assert total is not None, "an evaluation needs a source that ends"
+    wanted = total if batches is None else min(total, batches * batch_size)
+    names = loss_names(iterations.executor.holdings.config)
+    sums, counts = [0.0] * len(names), [0] * len(names)
+    tokens = 0
+    for first in range(0, wanted, batch_size):
+        batch = source.batch(first, min(batch_size, wanted - first))
+        result = iterations.run(source, batch)
+        for i, (mean, count) in enumerate(zip(result.losses, batch.denominators, strict=True)):
+            sums[i] += mean * count
+            counts[i] += count
+        tokens += batch.tokens
+    losses = {n: s / c if c else 0.0 for n, s, c in zip(names, sums, counts, strict=True)}
+    return Evaluation(losses, wanted, tokens)

@@ -1,0 +1,69 @@
+"""Variable-length core attention for megatron-core's ``SelfAttention``.
+
+Samples are packed one after the other; a token attends to its own sample only. The kernels are in
+``attention_cpu.py`` and ``attention_cuda.py``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from megatron_flex.model import attention_cpu, attention_cuda
+from megatron_flex.model.config import ModelConfig
+from megatron_flex.model.context import PackedContext
+from megatron_flex.model.megatron import AttnMaskType, TransformerConfig
+
+
+def check_attention(config: ModelConfig, device: torch.device) -> None:
+    """Raise ``ValueError`` if no attention kernel can do what ``config`` asks on ``device``."""
+    if device.type == "cuda" and config.attention_dropout > 0.0:
+        raise ValueError(
+            "attention dropout that is keyed by sample runs on the CPU only; on CUDA set"
+            " --attention-dropout 0 (hidden dropout works on both)"
+        )
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"there is no variable-length attention on '{device.type}' devices")
+
+
+class VarlenAttention(torch.nn.Module):
+    """``core_attention`` that takes the micro-batch's :class:`PackedContext` as attention mask.
+
+    The constructor's arguments are megatron-core's.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        attn_mask_type: AttnMaskType,
+        attention_type: str,
+        softmax_scale: float | None = None,
+        **_: Any,
+    ) -> None:
+        super().__init__()
+        self.layer = layer_number - 1
+        self.causal = attn_mask_type is AttnMaskType.causal
+        self.scale = config.kv_channels**-0.5 if softmax_scale is None else softmax_scale
+        self.dropout = config.attention_dropout
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: PackedContext,
+        **_: Any,
+    ) -> torch.Tensor:
+        """Query ``[T, 1, heads, d]``, key, value ``[T, 1, groups, d]`` -> ``[T, 1, heads * d]``."""
+        attention_mask.check_whole_samples()
+        q, k, v = query.squeeze(1), key.squeeze(1), value.squeeze(1)
+        if q.device.type == "cpu":
+            dropout = self.dropout if self.training else 0.0
+            out = attention_cpu.attend(
+                q, k, v, attention_mask, self.layer, self.causal, self.scale, dropout
+            )
+        else:
+            out = attention_cuda.attend(q, k, v, attention_mask, self.causal, self.scale)
+        return out.flatten(1).unsqueeze(1)

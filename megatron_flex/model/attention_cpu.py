@@ -1,0 +1,132 @@
+"""Attention on the CPU: one native call for all samples of a micro-batch, forward and backward.
+
+Scores exist only in small blocks, so memory is linear in the length; the mask of attention dropout
+is hashed again in the backward pass. See ``kernels/src/attention.cpp``.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+
+from megatron_flex.model.context import PackedContext
+from megatron_flex.model.keys import attention_site, site_key, threshold
+from megatron_flex.native import function
+
+DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1}
+
+_ADDRESSES = (
+    "query", "key", "value", "output", "lse", "grad_output", "grad_query", "grad_key",
+    "grad_value", "offsets", "cosine", "sine", "token_keys", "sites",
+)  # fmt: skip
+_SIZES = (
+    "samples", "tokens", "heads", "groups", "depth", "query_stride", "key_stride", "value_stride",
+    "query_head_stride", "key_head_stride", "value_head_stride", "rotary_half",
+)  # fmt: skip
+
+
+class _Arguments(ctypes.Structure):
+    """``mflex_attention`` of ``kernels/src/attention.cpp``, field by field."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in _ADDRESSES),
+        *((name, ctypes.c_int64) for name in _SIZES),
+        ("scale", ctypes.c_float),
+        ("keep_scale", ctypes.c_float),
+        ("threshold", ctypes.c_uint32),
+        ("causal", ctypes.c_int32),
+        ("dtype", ctypes.c_int32),
+        ("threads", ctypes.c_int32),
+    ]
+
+
+@cache
+def _sites(layer: int, heads: int) -> np.ndarray[Any, np.dtype[np.uint64]]:
+    """Key of each head's probabilities; cached, so its address stays valid."""
+    site = attention_site(layer)
+    return np.array([site_key(site, head) for head in range(heads)], dtype=np.uint64)
+
+
+def _run(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    output: torch.Tensor,
+    lse: torch.Tensor,
+    context: PackedContext,
+    layer: int,
+    causal: bool,
+    scale: float,
+    dropout: float,
+    grads: tuple[torch.Tensor, ...] = (),
+) -> None:
+    """The forward pass, or with ``grads`` (of output, query, key, value) the backward pass."""
+    tokens, heads, depth = query.shape
+    offsets = context.offsets_array
+    a = _Arguments(
+        *(t.data_ptr() for t in (query, key, value, output, lse)),
+        *((t.data_ptr() for t in grads) if grads else (None,) * 4),
+        offsets.ctypes.data,
+        context.token_keys.data_ptr() if dropout > 0.0 else None,
+        _sites(layer, heads).ctypes.data if dropout > 0.0 else None,
+        len(offsets) - 1, tokens, heads, key.shape[1], depth,
+        query.stride(0), key.stride(0), value.stride(0),
+        query.stride(1), key.stride(1), value.stride(1),
+        scale, 1.0 / (1.0 - dropout), threshold(dropout), causal, DTYPE_CODES[query.dtype],
+        torch.get_num_threads(),
+    )  # fmt: skip
+    if function("mflex_attention_run")(ctypes.byref(a)) != 0:
+        longest = max(context.lengths)
+        raise MemoryError(
+            f"no memory for the attention of a sample of {longest} tokens: lower"
+            " --max-sample-length or give the process more memory"
+        )
+
+
+def _rows(x: torch.Tensor) -> torch.Tensor:
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, query, key, value, context, layer, causal, scale, dropout):  # type: ignore[no-untyped-def]
+        query, key, value = _rows(query), _rows(key), _rows(value)
+        output = torch.empty(query.shape, dtype=query.dtype)
+        lse = torch.empty(query.shape[1], query.shape[0], dtype=torch.float32)
+        ctx.arguments = (context, layer, causal, scale, dropout)
+        _run(query, key, value, output, lse, *ctx.arguments)
+        ctx.save_for_backward(query, key, value, output, lse)
+        return output
+
+    @staticmethod
+    def backward(ctx, grad):  # type: ignore[no-untyped-def]
+        query, key, value, output, lse = ctx.saved_tensors
+        grads = [torch.empty(t.shape, dtype=t.dtype) for t in (query, key, value)]
+        _run(query, key, value, output, lse, *ctx.arguments, grads=(grad.contiguous(), *grads))
+        return *grads, None, None, None, None, None
+
+
+def attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    context: PackedContext,
+    layer: int,
+    causal: bool,
+    scale: float,
+    dropout: float,
+) -> torch.Tensor:
+    """Query ``[T, heads, d]``, key and value ``[T, groups, d]`` -> ``[T, heads, d]``.
+
+    float32 or bfloat16; sums are float32. ``dropout`` is the probability of the mask keyed by
+    (seed, sample, layer, head, query position, key position). Raises ``MemoryError`` if the
+    scratch memory (linear in the longest sample) cannot be had.
+    """
+    output: torch.Tensor = _Attention.apply(
+        query, key, value, context, layer, causal, scale, dropout
+    )
+    return output

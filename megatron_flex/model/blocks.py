@@ -1,0 +1,121 @@
+"""The units of the layer list as modules, and how they are built.
+
+A block is made of megatron-core's modules and keeps Megatron's parameter names. It is a function
+of (hidden, batch) alone, so a pipeline may run it anywhere, any number of times.
+"""
+
+from __future__ import annotations
+
+from typing import cast
+
+from torch import Tensor
+from torch.nn.functional import embedding
+
+from megatron_flex.data.packed import PackedBatch
+from megatron_flex.model.attention import VarlenAttention
+from megatron_flex.model.block import Block, decays
+from megatron_flex.model.config import ModelConfig
+from megatron_flex.model.dropout import KeyedBiasDropoutAdd, keyed_dropout
+from megatron_flex.model.head import HeadBlock
+from megatron_flex.model.initialize import initialize
+from megatron_flex.model.keys import EMBEDDING_SITE, hidden_site
+from megatron_flex.model.layers import Kind, Unit
+from megatron_flex.model.megatron import (
+    DTYPES,
+    LanguageModelEmbedding,
+    ModuleSpec,
+    SoloGroup,
+    half_layer,
+    transformer_config,
+)
+
+__all__ = ["Block", "EmbeddingBlock", "HeadBlock", "LayerBlock", "build_block", "decays"]
+
+
+class EmbeddingBlock(Block):
+    """Word and position embeddings (and BERT's token types) with dropout."""
+
+    def __init__(self, unit: Unit, config: ModelConfig) -> None:
+        super().__init__(unit, config)
+        self.embedding = LanguageModelEmbedding(
+            transformer_config(config),
+            vocab_size=config.padded_vocab_size,
+            max_sequence_length=config.max_position_embeddings,
+            position_embedding_type=config.position_embedding_type,
+            num_tokentypes=config.num_tokentypes,
+            tp_group=SoloGroup(),
+        )
+
+    def forward(self, hidden: Tensor | None, batch: PackedBatch) -> Tensor:
+        """``[T]`` tokens of the batch -> ``[T, 1, H]``; ``hidden`` is ``None``."""
+        if batch.tokens is None:
+            raise ValueError("the embedding needs the tokens of the micro-batch")
+        context = self.context(batch, batch.tokens.device)
+        x = embedding(batch.tokens, self.embedding.word_embeddings.weight)
+        if self.embedding.add_position_embedding:
+            x = x + embedding(context.positions, self.embedding.position_embeddings.weight)
+        if self.embedding.tokentype_embeddings is not None:
+            if batch.token_types is None:
+                raise ValueError("this model has token types, the micro-batch has none")
+            x = x + embedding(batch.token_types, self.embedding.tokentype_embeddings.weight)
+        x = x.unsqueeze(1)
+        if self.training and self.config.hidden_dropout > 0.0:
+            x = keyed_dropout(x, context, EMBEDDING_SITE, self.config.hidden_dropout)
+        return x
+
+
+class LayerBlock(Block):
+    """The attention half or the MLP half of a transformer layer."""
+
+    def __init__(self, unit: Unit, config: ModelConfig) -> None:
+        super().__init__(unit, config)
+        assert unit.layer is not None
+        mlp = unit.kind is Kind.MLP
+        self.layer = half_layer(
+            config,
+            unit.kind,
+            unit.layer,
+            VarlenAttention,
+            ModuleSpec(KeyedBiasDropoutAdd, params={"site": hidden_site(unit.layer, mlp)}),
+        )
+        self._bda = cast(
+            KeyedBiasDropoutAdd, self.layer.mlp_bda if mlp else self.layer.self_attn_bda
+        )
+        self._rotary = not mlp and config.position_embedding_type == "rope"
+
+    def full_names(self) -> dict[str, str]:
+        """Names as in ``GPTModel`` or ``BertModel``: ``decoder.layers.3.mlp.linear_fc1.weight``."""
+        prefix = f"{self.stack}.layers.{self.unit.layer}."
+        return {prefix + name: f"layer.{name}" for name, _ in self.layer.named_parameters()}
+
+    def forward(self, hidden: Tensor | None, batch: PackedBatch) -> Tensor:
+        """``[T, 1, H] -> [T, 1, H]``."""
+        if hidden is None:
+            raise ValueError("a layer needs the hidden states of the unit before it")
+        context = self.context(batch, hidden.device)
+        self._bda.context = context
+        try:
+            output, _ = self.layer(
+                hidden,
+                attention_mask=context,
+                rotary_pos_emb=context.rotary if self._rotary else None,
+            )
+        finally:
+            self._bda.context = None
+        return cast(Tensor, output)
+
+
+_BLOCKS: dict[Kind, type[Block]] = {
+    Kind.EMBEDDING: EmbeddingBlock,
+    Kind.ATTENTION: LayerBlock,
+    Kind.MLP: LayerBlock,
+    Kind.HEAD: HeadBlock,
+}
+
+
+def build_block(unit: Unit, config: ModelConfig) -> Block:
+    """Build a unit on the CPU with its initial values, which depend on (seed, slab) only."""
+    block = _BLOCKS[unit.kind](unit, config).to(DTYPES[config.params_dtype])
+    for slab, parameters in block.slab_parameters().items():
+        initialize(config, slab, parameters)
+    return block

@@ -1,0 +1,137 @@
+"""Hidden dropout keyed by sample and position: bias, dropout and residual in one pass.
+
+No mask is kept: the backward pass hashes the same bits again. On the CPU a native kernel does it
+at the speed of memory; elsewhere the same arithmetic in torch operations gives the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from megatron_flex.model.context import PackedContext
+from megatron_flex.model.keys import keep_mask, site_key, threshold
+from megatron_flex.native import function
+
+_DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1}
+
+
+def _masked_scale_native(
+    x: torch.Tensor,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    keys: torch.Tensor,
+    site: int,
+    probability: float,
+) -> torch.Tensor:
+    """:func:`masked_scale` by the native kernel: contiguous CPU tensors of one type."""
+    out = torch.empty_like(x)
+    columns = x.shape[-1]
+    function("mflex_bias_dropout_add")(
+        x.data_ptr(),
+        None if bias is None else bias.data_ptr(),
+        None if residual is None else residual.data_ptr(),
+        keys.data_ptr(), site_key(site), x.numel() // columns, columns, threshold(probability),
+        1.0 / (1.0 - probability), _DTYPE_CODES[x.dtype], out.data_ptr(), torch.get_num_threads(),
+    )  # fmt: skip
+    return out
+
+
+def masked_scale(
+    x: torch.Tensor,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    keys: torch.Tensor,
+    site: int,
+    probability: float,
+) -> torch.Tensor:
+    """``residual + dropout(x + bias)`` without autograd; ``x`` is ``[T, 1, H]`` or ``[T, H]``."""
+    if x.device.type == "cpu" and x.dtype in _DTYPE_CODES:
+        x = x.contiguous()
+        bias = None if bias is None else bias.to(x.dtype).contiguous()
+        residual = None if residual is None else residual.to(x.dtype).contiguous()
+        return _masked_scale_native(x, bias, residual, keys, site, probability)
+    return masked_scale_torch(x, bias, residual, keys, site, probability)
+
+
+def masked_scale_torch(
+    x: torch.Tensor,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    keys: torch.Tensor,
+    site: int,
+    probability: float,
+) -> torch.Tensor:
+    """:func:`masked_scale` in torch operations: the same bits on every device."""
+    columns = torch.arange(x.shape[-1], dtype=torch.int32, device=x.device)
+    keep = keep_mask(keys, site_key(site), columns, probability).view(x.shape)
+    y = x.float()
+    if bias is not None:
+        y = y + bias.float()
+    y = torch.where(keep, y * (1.0 / (1.0 - probability)), 0.0)
+    if residual is not None:
+        y = residual.float() + y
+    return y.to(x.dtype)
+
+
+class _BiasDropoutAdd(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, bias, residual, keys, site, probability):  # type: ignore[no-untyped-def]
+        ctx.save_for_backward(keys)
+        ctx.site, ctx.probability = site, probability
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        return masked_scale(x, bias, residual, keys, site, probability)
+
+    @staticmethod
+    def backward(ctx, grad):  # type: ignore[no-untyped-def]
+        (keys,) = ctx.saved_tensors
+        grad_x = masked_scale(grad, None, None, keys, ctx.site, ctx.probability)
+        grad_bias = None
+        if ctx.bias_dtype is not None and ctx.needs_input_grad[1]:
+            grad_bias = grad_x.flatten(0, -2).sum(0).to(ctx.bias_dtype)
+        return grad_x, grad_bias, grad if ctx.needs_input_grad[2] else None, None, None, None
+
+
+def keyed_dropout(
+    x: torch.Tensor, context: PackedContext, site: int, probability: float
+) -> torch.Tensor:
+    """Dropout of ``[T, 1, H]`` with autograd."""
+    out: torch.Tensor = _BiasDropoutAdd.apply(x, None, None, context.token_keys, site, probability)
+    return out
+
+
+class KeyedBiasDropoutAdd(torch.nn.Module):
+    """``self_attn_bda`` / ``mlp_bda`` of a ``TransformerLayer``.
+
+    megatron-core calls it without a word about the micro-batch, so the block hands over the
+    context just before it runs the layer. It is read during that forward and never afterwards.
+    """
+
+    def __init__(self, site: int) -> None:
+        super().__init__()
+        self.site = site
+        self.context: PackedContext | None = None
+
+    def forward(
+        self, training: bool, fused: bool
+    ) -> Callable[[tuple[torch.Tensor, torch.Tensor | None], torch.Tensor, float], torch.Tensor]:
+        """megatron-core's interface: gives the function of (x, bias), residual, probability."""
+        context = self.context
+        if context is None:
+            raise RuntimeError("the block must set the context of the micro-batch before its layer")
+
+        def bias_dropout_add(
+            x_with_bias: tuple[torch.Tensor, torch.Tensor | None],
+            residual: torch.Tensor,
+            probability: float,
+        ) -> torch.Tensor:
+            x, bias = x_with_bias
+            if not training or probability == 0.0:
+                return residual + (x if bias is None else x + bias)
+            out: torch.Tensor = _BiasDropoutAdd.apply(
+                x, bias, residual, context.token_keys, self.site, probability
+            )
+            return out
+
+        return bias_dropout_add

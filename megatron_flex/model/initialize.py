@@ -1,0 +1,39 @@
+"""Initial values by Megatron's init methods, keyed by (seed, slab): the same on every device.
+
+Megatron draws from one generator in the order in which modules are built, so its values depend
+on the layout; ours must not.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from megatron_flex.model.config import ModelConfig
+from megatron_flex.model.keys import mix
+
+# Megatron's output_layer_init_method: the two projections back into the residual stream.
+_SCALED = ("self_attention.linear_proj.weight", "mlp.linear_fc2.weight")
+
+
+def initialize(config: ModelConfig, slab: int, parameters: dict[str, torch.nn.Parameter]) -> None:
+    """Fill the parameters of one slab, in the order given.
+
+    Weights: normal, ``init_method_std``; the projections into the residual stream divided by
+    ``sqrt(2 * num_layers)``. Norm weights: one. Biases: zero. Drawn in float32 on the CPU.
+    """
+    generator = torch.Generator()
+    generator.manual_seed(mix(mix(config.seed) ^ (slab + 1)) >> 1)
+    for name, parameter in parameters.items():
+        with torch.no_grad():
+            if name.endswith("bias"):
+                parameter.zero_()
+            elif "layernorm" in name or "layer_norm" in name:
+                parameter.fill_(1.0)
+            else:
+                std = config.init_method_std
+                if name.endswith(_SCALED):
+                    std /= math.sqrt(2.0 * config.num_layers)
+                drawn = torch.empty(parameter.shape, dtype=torch.float32)
+                parameter.copy_(drawn.normal_(0.0, std, generator=generator))

@@ -1,0 +1,65 @@
+"""A profile written down from a described cluster: FLOPs over sustained speed, nothing measured."""
+
+from __future__ import annotations
+
+from megatron_flex.cluster.cluster import Cluster
+from megatron_flex.cluster.profile import KindProfile, Line, Profile
+from megatron_flex.model.config import ModelConfig
+from megatron_flex.model.layers import Kind
+from megatron_flex.planner.flops import kind_work
+from megatron_flex.planner.memory import boundary_bytes, tied_state, unit_memory
+
+LONGEST = 1 << 20
+"""A closed form holds for any length; this is the range it claims, in tokens."""
+
+_PRODUCTS = {Kind.EMBEDDING: 0, Kind.ATTENTION: 2, Kind.MLP: 2, Kind.HEAD: 1}
+_POINTWISE = {Kind.EMBEDDING: 2, Kind.ATTENTION: 6, Kind.MLP: 8, Kind.HEAD: 4}
+"""Passes over ``[tokens, hidden]`` in device memory outside the products: norm, bias, dropout,
+residual, activation function (counted at the width of the hidden state)."""
+_UPDATE_BYTES = {"float32": 28, "bfloat16": 32}
+"""Bytes a parameter that AdamW moves: reads and writes weights and moments, reads the gradient."""
+
+
+def closed_form_profile(config: ModelConfig, cluster: Cluster) -> Profile:
+    """The profile that the description of ``cluster`` predicts for ``config``.
+
+    Matrix products and attention run at the described sustained speeds; the rest of a unit is
+    memory traffic. The weight half of the backward pass has the products' FLOPs once, the input
+    half the rest; attention's backward counts twice its forward, all of it in the input half.
+    """
+    device = cluster.device
+    product_fixed, product_rate = device.matmul.line()
+    pair_fixed, pair_rate = device.attention.line()
+    memory = unit_memory(config)
+    kinds = {}
+    for kind in Kind:
+        work = kind_work(config, kind)
+        products = _PRODUCTS[kind]
+        token_bytes = _POINTWISE[kind] * boundary_bytes(config)
+        traffic = Line(per_token=token_bytes / device.memory_bytes_per_second)
+        product = Line(products * product_fixed, work.linear * product_rate)
+        has_pairs = work.quadratic > 0.0
+        pairs = Line(pair_fixed if has_pairs else 0.0, 0.0, work.quadratic * pair_rate)
+        parameters = memory[kind].state.gradients // 4
+        kinds[kind] = KindProfile(
+            forward=product + pairs + traffic,
+            backward_input=product + pairs.scaled(2.0) + traffic.scaled(2.0),
+            backward_weight=product,
+            activation=memory[kind].activation,
+            transient=memory[kind].transient,
+            update=_update_seconds(config, cluster, parameters),
+        )
+    return Profile(
+        name=f"closed form on {cluster.name}",
+        kinds=kinds,
+        boundary=boundary_bytes(config),
+        tied_update=_update_seconds(config, cluster, tied_state(config).gradients // 4),
+        tokens=(1, LONGEST),
+        longest=LONGEST,
+        links={},
+    )
+
+
+def _update_seconds(config: ModelConfig, cluster: Cluster, parameters: int) -> float:
+    size = parameters * _UPDATE_BYTES[config.params_dtype]
+    return size / cluster.device.memory_bytes_per_second

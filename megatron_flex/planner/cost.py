@@ -1,0 +1,288 @@
+"""What a plan costs: the time models, term by term. The readable definition.
+
+``kernels/src/planner_cost.cpp`` is the fast twin; tests compare the two, and the exhaustive search
+uses this one.
+
+Time model ``pipeline`` (flexpipe.md section 5)::
+
+    T = max( max_g [ wait + work + tail + late + optimisation ], chain ) + max_g update
+
+for every group g of devices that hold the same stages (one, or two in a V):
+
+``wait``
+    before its first operation: forward of the elements before it, each at the least of all
+    micro-batches, and one hop (later hops overlap, and are left to the simulation). In a V also
+    the wait for the second chunk: the forward of all before it, less what the first chunk fills:
+    ``min(all its forwards on the busiest replica, K * mean forward)``.
+``work``
+    forward and backward on the busiest replica: all work times ``share[d]``. With it what messages
+    keep it from computing.
+``tail``
+    the longer of the drain (backward of the elements before it; 0 with split backward) and of the
+    gradient reduction that nothing hides: the largest slab's, or the whole less one backward.
+``late``
+    state for this plan that has not arrived when the iteration starts: what fits into the memory
+    that the running iteration leaves is sent early and hidden behind it, the rest is handed over
+    after its update. The slowest device of the group counts.
+``optimisation``
+    the least time for which recompute and offload save the bytes that are missing, taking parts of
+    elements (a lower bound of the O_plan that :mod:`megatron_flex.planner.optimise` builds).
+``chain``
+    one micro-batch alone through the whole model and back; the slowest.
+``update``
+    of the optimizer, after the global norm has been agreed.
+
+``K`` forwards are in flight on each replica of a stage (flexpipe.md section 5): the part of the
+work from the stage to the end, times all devices, over the stage's replicas, rounded up; one more
+with split backward. Activation memory is that of the K largest micro-batches of any one replica.
+
+Every term grows when a group takes more elements, and the sum does not grow when its start moves
+on: the searches rely on it.
+
+Time model ``paper``: eq. 1, see :func:`paper_time`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megatron_flex.planner.tables import Tables
+
+_ROUNDING = 1e-9
+
+
+@dataclass(frozen=True)
+class Group:
+    """``slots`` hold elements ``[front)`` and, in a V, ``[back)`` further on (else empty)."""
+
+    front: tuple[int, int]
+    slots: tuple[int, ...]
+    back: tuple[int, int] = (0, 0)
+
+    @property
+    def chunks(self) -> tuple[tuple[int, int], ...]:
+        """The chunks that hold something, in pipeline order."""
+        return tuple(c for c in (self.front, self.back) if c[1] > c[0])
+
+    @property
+    def elements(self) -> tuple[int, ...]:
+        """All elements, ascending."""
+        return tuple(e for begin, end in self.chunks for e in range(begin, end))
+
+
+@dataclass(frozen=True)
+class GroupCost:
+    """Terms of one group, in seconds; ``bytes`` of the fullest device before optimisation."""
+
+    wait: float
+    work: float
+    tail: float
+    late: float
+    optimisation: float
+    update: float
+    bytes: float
+    missing: float
+
+    @property
+    def seconds(self) -> float:
+        """Everything up to the global norm."""
+        return self.wait + self.work + self.tail + self.late + self.optimisation
+
+
+@dataclass(frozen=True)
+class PlanCost:
+    """A plan's predicted time: ``seconds`` of the iteration and the terms behind it."""
+
+    seconds: float
+    chain: float
+    groups: tuple[GroupCost, ...]
+
+    @property
+    def bottleneck(self) -> int:
+        """The group that takes longest."""
+        return max(range(len(self.groups)), key=lambda g: self.groups[g].seconds)
+
+    @property
+    def fits(self) -> bool:
+        """Whether every device fits, with memory optimisation where it is needed."""
+        return math.isfinite(self.seconds)
+
+
+def in_flight(t: Tables, element: int, degree: int) -> int:
+    """K: forwards in flight on a replica of the stage that begins at ``element``."""
+    total = float(t.work.sum())
+    share = float(t.work[element:].sum()) / total if total > 0 else 1.0
+    cap = math.ceil(share * t.num_devices / degree - _ROUNDING)
+    return max(1, cap) + (1 if t.split else 0)
+
+
+def plan_cost(t: Tables, groups: Sequence[Group]) -> PlanCost:
+    """The time model ``pipeline`` for groups that cover all elements.
+
+    A group is reached over an inner link when the last slot before it that holds something and
+    all its own are on one server; groups are given in pipeline order of their first chunk.
+    """
+    costs = []
+    for number, group in enumerate(groups):
+        inner = False
+        if number:
+            servers = {int(t.server[s]) for s in group.slots}
+            inner = servers == {int(t.server[groups[number - 1].slots[-1]])}
+        costs.append(group_cost(t, group, inner))
+    worst = max(max(c.seconds for c in costs), t.chain)
+    return PlanCost(worst + max(c.update for c in costs), t.chain, tuple(costs))
+
+
+def group_cost(t: Tables, group: Group, inner: bool) -> GroupCost:
+    """All terms of one group. ``optimisation`` is infinite when it cannot fit."""
+    elements = list(group.elements)
+    degree = len(group.slots)
+    share = float(t.shares.share[degree])
+    tied = 0 in elements and t.num_elements - 1 in elements and t.num_elements > 1
+    link = 0 if inner else 1
+    entry = elements[0]
+
+    wait = float(t.first_forward[:entry].sum())
+    if len(group.chunks) == 2:
+        begin, end = group.front
+        forward = float(t.forward[begin:end].sum())
+        fill = min(share * forward, in_flight(t, begin, degree) * forward / t.num_micro_batches)
+        wait = max(wait, float(t.first_forward[: group.back[0]].sum()) - fill)
+    if entry > 0:
+        wait += t.wires.hop[link]
+
+    work = float(t.work[elements].sum())
+    if entry > 0:
+        work += t.wires.busy[link]
+    work *= share
+
+    update = float(t.update[elements].sum()) - (t.tied.update if tied else 0.0)
+    if t.sharded:
+        update /= degree
+
+    needed = _bytes(t, group, tied)
+    missing = max(0.0, needed - min(float(t.budget[s]) for s in group.slots))
+    return GroupCost(
+        wait=wait,
+        work=work,
+        tail=_tail(t, group, tied),
+        late=_late(t, group),
+        optimisation=_optimisation(t, group, missing) if missing > 0 else 0.0,
+        update=update,
+        bytes=needed,
+        missing=missing,
+    )
+
+
+def _tail(t: Tables, group: Group, tied: bool) -> float:
+    elements = list(group.elements)
+    drain = 0.0 if t.split else float(t.first_backward[: elements[0]].sum())
+    degree = len(group.slots)
+    if degree == 1:
+        return drain
+    link = 0 if len({int(t.server[s]) for s in group.slots}) == 1 else 1
+    turns = 2.0 * (degree - 1)  # of a ring: reduce-scatter, then gather
+    per_byte = turns / degree * t.wires.per_byte[link]
+    latency = turns * t.wires.latency[link]
+    size = float(t.reduce[elements].sum()) - (t.tied.reduce if tied else 0.0)
+    hidden = float(t.first_backward[elements].sum())
+    largest = per_byte * float(t.largest_reduce[elements].max()) + latency
+    return max(drain, largest, per_byte * size + latency - hidden)
+
+
+def _late(t: Tables, group: Group) -> float:
+    a = t.arrivals
+    if a is None:
+        return 0.0
+    elements = list(group.elements)
+    worst = 0.0
+    for row in {int(a.device_class[s]) for s in group.slots}:
+        size = float(a.size[row, elements].sum())
+        if size <= 0:
+            continue
+        early = min(1.0, float(a.spare[row]) / size)
+        sent = early * float(a.early[row, elements].sum())
+        handed = (1.0 - early) * float(a.handover[row, elements].sum())
+        worst = max(worst, max(0.0, sent - a.hide) + handed)
+    return worst
+
+
+def _bytes(t: Tables, group: Group, tied: bool) -> float:
+    """Bytes on each device of the group before memory optimisation."""
+    elements = list(group.elements)
+    degree = len(group.slots)
+    state = float(t.state[elements].sum()) - (t.tied.state if tied else 0.0)
+    optimizer = float(t.optimizer[elements].sum()) - (t.tied.optimizer if tied else 0.0)
+    if t.sharded:
+        optimizer /= degree
+    activation = t.activation
+    held = sum(
+        float(activation[begin:end].sum())
+        * t.shares.top_tokens(degree, in_flight(t, begin, degree))
+        for begin, end in group.chunks
+    )
+    transient = float(t.transient[elements].max()) * t.max_tokens
+    return state + optimizer + held + t.buffers + transient
+
+
+def _optimisation(t: Tables, group: Group, missing: float) -> float:
+    """Least seconds in which recompute and offload save ``missing`` bytes, taking parts.
+
+    Each element's activations may stay, be recomputed or go to the host (but for two micro-batches
+    that are being worked on); its optimizer state may go to the host. A linear program over these:
+    take the steps of every element's convex hull of (bytes, seconds) in order of price.
+    """
+    degree = len(group.slots)
+    share = float(t.shares.share[degree])
+    steps: list[tuple[float, float]] = []  # (bytes, seconds)
+    for begin, end in group.chunks:
+        cap = in_flight(t, begin, degree)
+        tokens = t.shares.top_tokens(degree, cap)
+        away = tokens - t.shares.top_tokens(degree, min(cap, 2))
+        for element in range(begin, end):
+            kind = t.kinds[int(t.kind[element])]
+            if t.offload_optimizer:
+                size = kind.optimizer / (degree if t.sharded else 1)
+                steps.append((size, 2.0 * size * t.wires.host_per_byte))
+            points = [(0.0, 0.0)]
+            if kind.kept is not None:
+                points.append(((kind.activation - kind.kept) * tokens, kind.forward * share))
+            if t.offload_activations:
+                moved = kind.activation * t.total_tokens * share
+                points.append((kind.activation * away, 2.0 * moved * t.wires.host_per_byte))
+            steps.extend(_hull_steps(points))
+    seconds = 0.0
+    for size, price in sorted((s for s in steps if s[0] > 0), key=lambda s: s[1] / s[0]):
+        if size >= missing:
+            return seconds + price * missing / size
+        seconds += price
+        missing -= size
+    return math.inf
+
+
+def _hull_steps(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Steps between the corners of the lower convex hull of (bytes, seconds), from (0, 0) on."""
+    corners = [(0.0, 0.0)]
+    while True:
+        x, y = corners[-1]
+        ahead = [(b - x, s - y, b, s) for b, s in points if b > x]
+        if not ahead:
+            break
+        # The flattest way on; of equally flat ones the farthest.
+        _, _, b, s = min(ahead, key=lambda p: (p[1] / p[0], -p[0]))
+        corners.append((b, s))
+    return [(b - x, s - y) for (x, y), (b, s) in zip(corners, corners[1:])]
+
+
+def paper_time(stage_seconds: Sequence[float], micro_batches: int) -> float:
+    """Eq. 1 of the paper: ``sum t_i + (n - S + 1) * max t_i``, the factor not below 0.
+
+    Args:
+        stage_seconds: for each of the S stages, forward, backward and communication of one
+            micro-batch, divided by the stage's replicas.
+        micro_batches: n.
+    """
+    factor = max(micro_batches - len(stage_seconds) + 1, 0)
+    return sum(stage_seconds) + factor * max(stage_seconds)

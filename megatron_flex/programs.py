@@ -1,0 +1,64 @@
+"""From a plan and the micro-batches of an iteration to its program: pure, no clock, no tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from megatron_flex.data.microbatch import MicroBatch
+from megatron_flex.model.config import ModelConfig
+from megatron_flex.planner.flops import model_work
+from megatron_flex.planner.plan import Plan
+from megatron_flex.schedule.costs import OpCosts
+from megatron_flex.schedule.instructions import Program
+from megatron_flex.schedule.list_scheduler import build
+from megatron_flex.schedule.list_scheduler import policy as policy_named
+
+BYTES_PER_ACTIVATION = 4
+"""Only proportions matter here: the order of a program does not depend on the unit of memory."""
+
+
+def op_costs(config: ModelConfig, plan: Plan, micro_batches: Sequence[MicroBatch]) -> OpCosts:
+    """Closed-form costs (FLOPs) of every operation; transfers and updates are taken as free.
+
+    The same on every worker and in every run, so all workers derive the same program.
+    """
+    works = model_work(config)
+    sizes = [(float(m.tokens), float(m.squares)) for m in micro_batches]
+    forward, backward_input, backward_weight, activation = [], [], [], []
+    for stage in plan.stages:
+        units = works[stage.start : stage.stop]
+        forward.append(tuple(sum(u.forward(*size) for u in units) for size in sizes))
+        split = [[u.backward_split(*size) for u in units] for size in sizes]
+        backward_input.append(tuple(sum(i for i, _ in row) for row in split))
+        backward_weight.append(tuple(sum(w for _, w in row) for row in split))
+        held = BYTES_PER_ACTIVATION * config.hidden_size * (stage.stop - stage.start)
+        activation.append(tuple(held * tokens for tokens, _ in sizes))
+    free = (tuple(0.0 for _ in sizes),) * (len(plan.stages) - 1)
+    return OpCosts(
+        tuple(forward), tuple(backward_input), tuple(backward_weight), free, tuple(activation)
+    )
+
+
+def build_program(
+    config: ModelConfig,
+    plan: Plan,
+    micro_batches: Sequence[MicroBatch],
+    world_size: int,
+    *,
+    policy: str = "1f1b",
+    forward_only: bool = False,
+) -> Program:
+    """The instruction lists of one iteration for all devices.
+
+    ``policy`` is a schedule's name; ``forward_only`` makes an evaluation. Raises ``ValueError``
+    if the policy is unknown or the plan does not fit the model and the world.
+    """
+    return build(
+        plan,
+        config.layers,
+        op_costs(config, plan, micro_batches),
+        [m.tokens for m in micro_batches],
+        policy_named(policy),
+        world_size=world_size,
+        forward_only=forward_only,
+    ).program

@@ -1,0 +1,102 @@
+"""Point-to-point messages of the pipeline, with every size known before anything is posted.
+
+Sends never block: the worker goes on and the buffer is kept until the peer has taken it.
+Receives are posted ahead of their use, in program order, a bounded number at a time, so that
+the peer's send completes while this worker still computes.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+
+from megatron_flex.runtime.world import World
+from megatron_flex.schedule.instructions import RecvActivation, RecvGradient, Transfer
+
+# Receives posted ahead. Their buffers are activations: enough to hide latency, few in memory.
+POSTED = 4
+
+
+class CommunicationError(RuntimeError):
+    """A peer is gone or silent. The cause, if it is not this message, is in the peer's log."""
+
+
+class Communicator:
+    """Sends and receives activations and gradients of shape ``[tokens, 1, hidden]``."""
+
+    def __init__(self, world: World, hidden_size: int, dtype: torch.dtype) -> None:
+        self._world = world
+        self._hidden = hidden_size
+        self._dtype = dtype
+        self._expected: deque[Transfer] = deque()
+        self._posted: deque[tuple[Transfer, torch.Tensor, dist.Work]] = deque()
+        self._sent: deque[tuple[Transfer, torch.Tensor, dist.Work]] = deque()
+
+    def expect(self, instructions: Iterable[object]) -> None:
+        """Start an iteration whose receives are those among ``instructions``, in that order."""
+        receives = (RecvActivation, RecvGradient)
+        self._expected = deque(i for i in instructions if isinstance(i, receives))
+        self._post()
+
+    def _post(self) -> None:
+        while self._expected and len(self._posted) < POSTED:
+            op = self._expected.popleft()
+            buffer = torch.empty(
+                op.tokens, 1, self._hidden, dtype=self._dtype, device=self._world.device
+            )
+            group = self._world.down if op.peer > self._world.rank else self._world.up
+            with _explain(op, self._world.rank):
+                work = dist.irecv(buffer, op.peer, group=group)
+            assert work is not None
+            self._posted.append((op, buffer, work))
+
+    def send(self, op: Transfer, tensor: torch.Tensor) -> None:
+        """Send ``tensor`` without waiting for the peer."""
+        if tensor.shape != (op.tokens, 1, self._hidden):
+            raise ValueError(f"'{op}' would send a tensor of shape {tuple(tensor.shape)}")
+        tensor = tensor.contiguous()
+        group = self._world.up if op.peer > self._world.rank else self._world.down
+        with _explain(op, self._world.rank):
+            work = dist.isend(tensor, op.peer, group=group)
+        assert work is not None
+        self._sent.append((op, tensor, work))
+        while self._sent and self._sent[0][2].is_completed():
+            self._sent.popleft()
+
+    def receive(self, op: Transfer) -> torch.Tensor:
+        """Wait for the message that ``op`` names."""
+        posted, buffer, work = self._posted.popleft()
+        if posted != op:
+            raise ValueError(f"'{op}' is due, but '{posted}' was posted first")
+        self._wait(op, work)
+        self._post()
+        return buffer
+
+    def finish(self) -> None:
+        """End an iteration: wait until every message is delivered."""
+        while self._sent:
+            op, _, work = self._sent.popleft()
+            self._wait(op, work)
+        if self._posted or self._expected:
+            raise ValueError(f"a receive was never used: {[str(p[0]) for p in self._posted]}")
+
+    def _wait(self, op: Transfer, work: dist.Work) -> None:
+        with _explain(op, self._world.rank):
+            work.wait(self._world.timeout)
+
+
+class _explain:
+    """Turn a backend's error into one that names the message and both workers."""
+
+    def __init__(self, op: object, rank: int) -> None:
+        self._op, self._rank = op, rank
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type | None, error: BaseException | None, _: object) -> None:
+        if isinstance(error, RuntimeError):
+            raise CommunicationError(f"worker {self._rank}: '{self._op}' failed: {error}") from error

@@ -1,0 +1,283 @@
+"""Runs a program on one device: a table from instruction to handler. It decides nothing."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+
+from megatron_flex.data.packed import PackedBatch
+from megatron_flex.runtime.communicator import CommunicationError, Communicator
+from megatron_flex.runtime.holdings import Holdings
+from megatron_flex.runtime.optimizer import OptimizerConfig, StepSize, clip_coefficient, update
+from megatron_flex.runtime.world import World
+from megatron_flex.schedule.instructions import (
+    Backward,
+    Forward,
+    GlobalNorm,
+    Instruction,
+    Program,
+    RecvActivation,
+    RecvGradient,
+    ReduceGradient,
+    SendActivation,
+    SendGradient,
+    SquaredNorm,
+    UpdateOrSkip,
+)
+
+
+@dataclass(frozen=True)
+class StepInputs:
+    """What an iteration works on.
+
+    Attributes:
+        packed: ``packed(micro_batch, inputs, targets)`` gives the tensors of a micro-batch, tokens
+            only where ``inputs`` is set and labels only where ``targets`` is.
+        denominators: for each loss, what its sum over the whole global batch is divided by.
+        step_size: learning rate and weight decay; ``None`` for a forward-only program.
+        signals: what this worker wants all to know at the end of the iteration (time to stop, a
+            failed save); they travel with the norms and cost nothing.
+        count_zeros: count the zeros in the reduced gradient.
+    """
+
+    packed: Callable[[int, bool, bool], PackedBatch]
+    denominators: tuple[int, ...]
+    step_size: StepSize | None = None
+    signals: tuple[bool, ...] = ()
+    count_zeros: bool = False
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What an iteration gave, the same on every worker.
+
+    ``losses`` are means over the global batch (0.0 where a denominator is 0), ``skipped`` says
+    that no update was made, ``finite`` is false if the gradient norm was NaN or infinite.
+    ``signals`` are true where any worker's was. ``zeros`` is the number of zero gradients.
+    """
+
+    losses: tuple[float, ...]
+    grad_norm: float
+    skipped: bool
+    finite: bool
+    signals: tuple[bool, ...] = ()
+    zeros: int | None = None
+
+
+@dataclass
+class _Run:
+    """State of one execution. Keys are (stage, micro-batch)."""
+
+    program: Program
+    inputs: StepInputs
+    training: bool
+    losses: torch.Tensor
+    squares: torch.Tensor
+    zeros: torch.Tensor
+    batches: dict[int, PackedBatch] = field(default_factory=dict)
+    activations: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
+    gradients: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
+    saved: dict[tuple[int, int], tuple[torch.Tensor | None, torch.Tensor]] = field(
+        default_factory=dict
+    )
+    outgoing: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
+    reductions: dict[int, dist.Work] = field(default_factory=dict)
+    result: StepResult | None = None
+
+
+class Executor:
+    """The worker of one device."""
+
+    def __init__(self, world: World, holdings: Holdings, optimizer: OptimizerConfig) -> None:
+        self.world = world
+        self.holdings = holdings
+        self.optimizer = optimizer
+        dtype = torch.bfloat16 if holdings.config.params_dtype == "bfloat16" else torch.float32
+        self._communicator = Communicator(world, holdings.config.hidden_size, dtype)
+
+    def run(self, program: Program, inputs: StepInputs) -> StepResult:
+        """Execute this device's list. Without a ``step_size`` it evaluates: no gradients."""
+        training = inputs.step_size is not None
+        instructions = program.instructions[self.world.rank]
+        unknown = {type(i).__name__ for i in instructions} - {c.__name__ for c in HANDLERS}
+        if unknown:
+            raise ValueError(f"the program has instructions that no handler runs: {unknown}")
+        device = self.world.device
+        count, slabs = len(program.tokens), self.holdings.config.layers.num_slabs
+        run = _Run(
+            program,
+            inputs,
+            training,
+            torch.zeros(count, len(inputs.denominators), dtype=torch.float64, device=device),
+            torch.zeros(slabs, dtype=torch.float64, device=device),
+            torch.zeros(1, dtype=torch.float64, device=device),
+        )
+        self.holdings.train(training)
+        self._communicator.expect(instructions)
+        with torch.set_grad_enabled(training):
+            for instruction in instructions:
+                HANDLERS[type(instruction)](self, run, instruction)
+        self._communicator.finish()
+        if run.result is None:
+            raise ValueError("the program has no GlobalNorm")
+        return run.result
+
+    # ---- compute -----------------------------------------------------------------------------
+
+    def _forward(self, run: _Run, op: Forward) -> None:
+        stage = run.program.plan.stages[op.stage]
+        batch = self._batch(run, op)
+        source = run.activations.pop((op.stage - 1, op.micro_batch), None)
+        if source is not None and run.training:
+            source.requires_grad_()
+        hidden = source
+        for unit in range(stage.start, stage.stop):
+            hidden = self.holdings.blocks[unit](hidden, batch)
+        assert hidden is not None
+        if run.training:
+            run.saved[op.stage, op.micro_batch] = (source, hidden)
+        output = hidden.detach()
+        if op.stage + 1 == len(run.program.plan.stages):
+            run.losses[op.micro_batch] = output
+        elif run.program.route[op.stage + 1][op.micro_batch] == self.world.rank:
+            run.activations[op.stage, op.micro_batch] = output
+        else:
+            run.outgoing[op.stage, op.micro_batch] = output
+
+    def _backward(self, run: _Run, op: Backward) -> None:
+        source, output = run.saved.pop((op.stage, op.micro_batch))
+        if op.stage + 1 == len(run.program.plan.stages):
+            gradient = self._loss_scale(run, output)
+        else:
+            gradient = run.gradients.pop((op.stage, op.micro_batch))
+        torch.autograd.backward(output, gradient)
+        if source is not None:
+            assert source.grad is not None
+            if run.program.route[op.stage - 1][op.micro_batch] == self.world.rank:
+                run.gradients[op.stage - 1, op.micro_batch] = source.grad
+            else:
+                run.outgoing[op.stage, op.micro_batch] = source.grad
+
+    def _loss_scale(self, run: _Run, like: torch.Tensor) -> torch.Tensor:
+        """Each loss is scaled at its source, by the denominator of the whole global batch."""
+        scales = [1.0 / d if d > 0 else 0.0 for d in run.inputs.denominators]
+        return torch.tensor(scales, dtype=like.dtype, device=like.device)
+
+    def _batch(self, run: _Run, op: Forward) -> PackedBatch:
+        """The micro-batch's tensors, read once where one device runs several of its stages."""
+        batch = run.batches.get(op.micro_batch)
+        if batch is None:
+            route, rank = run.program.route, self.world.rank
+            batch = run.inputs.packed(
+                op.micro_batch,
+                route[0][op.micro_batch] == rank,
+                route[-1][op.micro_batch] == rank,
+            )
+            run.batches[op.micro_batch] = batch
+        return batch
+
+    # ---- messages ----------------------------------------------------------------------------
+
+    def _send(self, run: _Run, op: SendActivation | SendGradient) -> None:
+        self._communicator.send(op, run.outgoing.pop((op.stage, op.micro_batch)))
+
+    def _receive_activation(self, run: _Run, op: RecvActivation) -> None:
+        run.activations[op.stage, op.micro_batch] = self._communicator.receive(op)
+
+    def _receive_gradient(self, run: _Run, op: RecvGradient) -> None:
+        run.gradients[op.stage - 1, op.micro_batch] = self._communicator.receive(op)
+
+    # ---- the end of the iteration ------------------------------------------------------------
+
+    def _reduce(self, run: _Run, op: ReduceGradient) -> None:
+        slab = self.holdings.slabs[op.slab]
+        if slab.layout.numel:
+            group = self.world.reductions[op.group]
+            work = dist.all_reduce(slab.grads, group=group, async_op=True)
+            assert work is not None
+            run.reductions[op.slab] = work
+
+    def _wait_reduced(self, run: _Run, slab: int) -> None:
+        work = run.reductions.pop(slab, None)
+        if work is not None:
+            try:
+                work.wait(self.world.timeout)
+            except RuntimeError as error:
+                raise CommunicationError(
+                    f"worker {self.world.rank}: the gradient reduction of slab {slab} failed:"
+                    f" {error}"
+                ) from error
+
+    def _squared_norm(self, run: _Run, op: SquaredNorm) -> None:
+        self._wait_reduced(run, op.slab)
+        slab = self.holdings.slabs[op.slab]
+        run.squares[op.slab] = slab.squared_norm()
+        if run.inputs.count_zeros:
+            run.zeros += slab.zeros()
+
+    def _global_norm(self, run: _Run, _: GlobalNorm) -> None:
+        # Each element has one contributor and zeros elsewhere, so the sum is exact and the
+        # same whatever the plan; it is taken in slab and micro-batch order afterwards.
+        signals = torch.tensor(run.inputs.signals, dtype=torch.float64)
+        parts = [run.squares.cpu(), run.losses.flatten().cpu(), run.zeros.cpu(), signals]
+        combined = torch.cat(parts)
+        if self.world.control is not None:
+            try:
+                dist.all_reduce(combined, group=self.world.control)
+            except RuntimeError as error:
+                raise CommunicationError(
+                    f"worker {self.world.rank}: waiting for all workers at the global norm failed:"
+                    f" {error}"
+                ) from error
+        squares, losses, zeros, signals = combined.split([p.numel() for p in parts])
+        sums = losses.view_as(run.losses).sum(0).tolist()
+        norm = math.sqrt(squares.sum().item()) if run.training else 0.0
+        finite = math.isfinite(norm)
+        run.result = StepResult(
+            losses=tuple(
+                s / d if d > 0 else 0.0 for s, d in zip(sums, run.inputs.denominators, strict=True)
+            ),
+            grad_norm=norm,
+            skipped=run.training and not (finite and any(run.inputs.denominators)),
+            finite=finite,
+            signals=tuple((signals > 0).tolist()),
+            zeros=int(zeros.item()) if run.inputs.count_zeros else None,
+        )
+
+    def _update_or_skip(self, run: _Run, op: UpdateOrSkip) -> None:
+        assert run.result is not None and run.inputs.step_size is not None
+        self._wait_reduced(run, op.slab)
+        slab = self.holdings.slabs[op.slab]
+        if not run.result.skipped:
+            coefficient = clip_coefficient(run.result.grad_norm, self.optimizer.clip_grad)
+            update(slab, self.optimizer, run.inputs.step_size, coefficient)
+        slab.grads.zero_()
+
+
+HANDLERS: dict[type[Instruction], Callable[[Executor, _Run, Instruction], None]] = {
+    Forward: Executor._forward,
+    Backward: Executor._backward,
+    SendActivation: Executor._send,
+    SendGradient: Executor._send,
+    RecvActivation: Executor._receive_activation,
+    RecvGradient: Executor._receive_gradient,
+    ReduceGradient: Executor._reduce,
+    SquaredNorm: Executor._squared_norm,
+    GlobalNorm: Executor._global_norm,
+    UpdateOrSkip: Executor._update_or_skip,
+}  # type: ignore[dict-item]
+
+
+def reduction_groups(programs: Sequence[Program]) -> set[tuple[int, ...]]:
+    """The sets of devices in which any of ``programs`` reduces gradients."""
+    return {
+        op.group
+        for program in programs
+        for instructions in program.instructions
+        for op in instructions
+        if isinstance(op, ReduceGradient)
+    }

@@ -1,0 +1,195 @@
+"""From placed operations to instruction lists.
+
+Order is what makes the lists safe without tags or time-outs. All instructions follow one order
+over all devices (start of operations in the simulated time), hence:
+
+- a send comes right after the operation that produced it; a receive right before the operation
+  that needs it, together with earlier messages of the same sender that have not been taken yet.
+  So for each ordered pair of devices both ends list their messages in the same order.
+- a reduction stands at the simulated time at which its last holder is ready, on all its holders.
+  Two devices that share two reductions list them in the same order, and one that is early goes
+  on computing until the others are ready.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron_flex.model.layers import LayerList
+from megatron_flex.schedule.instructions import (
+    Backward,
+    BackwardInput,
+    BackwardWeight,
+    Forward,
+    GlobalNorm,
+    Instruction,
+    Program,
+    RecvActivation,
+    RecvGradient,
+    ReduceGradient,
+    SendActivation,
+    SendGradient,
+    SquaredNorm,
+    UpdateOrSkip,
+)
+from megatron_flex.schedule.placement import OpKind, Placement
+from megatron_flex.schedule.slabs import slab_holders, slab_stages
+
+FORWARD, BACKWARD, WEIGHT = OpKind.FORWARD, OpKind.BACKWARD, OpKind.WEIGHT
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """A slab's gradient reduction: who takes part, and its place in the order of everything.
+
+    ``ready`` is the second at which the last holder has its gradient, ``after`` the sequence
+    number of the operation that made it so (-1 if none computes on the slab).
+    """
+
+    slab: int
+    group: tuple[int, ...]
+    ready: float
+    after: int
+
+
+def reductions(placement: Placement, layers: LayerList) -> tuple[Reduction, ...]:
+    """The reduction of every slab (also of those with one holder), in the order of issue."""
+    problem = placement.problem
+    plan, M = problem.plan, problem.costs.num_micro_batches
+    S = len(plan.stages)
+    last_kind = WEIGHT if problem.split else BACKWARD
+    # For each stage, the latest weight gradient on any of its replicas: as (finish, sequence).
+    latest = []
+    for stage in range(S):
+        base = (last_kind * S + stage) * M
+        latest.append(
+            max((placement.finish[c], placement.sequence[c]) for c in range(base, base + M))
+        )
+    found = []
+    for slab, (stages, group) in enumerate(
+        zip(slab_stages(plan, layers), slab_holders(plan, layers), strict=True)
+    ):
+        ready, after = max(latest[s] for s in stages)
+        found.append(Reduction(slab, group, ready, after))
+    return tuple(sorted(found, key=lambda r: (r.ready, r.after, r.slab)))
+
+
+def emit(
+    placement: Placement, layers: LayerList, tokens: tuple[int, ...], world_size: int
+) -> Program:
+    """The instruction lists of devices ``0 .. world_size - 1``.
+
+    Args:
+        tokens: tokens of each micro-batch, the sizes of the messages.
+        world_size: number of devices; those without a stage only take part in ``GlobalNorm``.
+    """
+    problem = placement.problem
+    plan, costs = problem.plan, problem.costs
+    plan.check(layers.num_units, world_size)
+    if len(tokens) != costs.num_micro_batches:
+        raise ValueError(
+            f"{len(tokens)} micro-batches have tokens, but {costs.num_micro_batches} have costs"
+        )
+    messages = _messages(placement)
+    reduces = () if problem.forward_only else reductions(placement, layers)
+    lists: list[tuple[Instruction, ...]] = []
+    for device in range(world_size):
+        out: list[Instruction] = []
+        if device < problem.num_devices:
+            _compute(out, placement, device, tokens, messages, reduces)
+        own = [r for r in reduces if device in r.group]
+        out.extend(SquaredNorm(r.slab) for r in own if r.group[0] == device)
+        out.append(GlobalNorm())
+        out.extend(UpdateOrSkip(slab) for slab in sorted(r.slab for r in own))
+        lists.append(tuple(out))
+    return Program(plan, tokens, problem.route, tuple(lists))
+
+
+def _messages(placement: Placement) -> dict[tuple[int, int], list[int]]:
+    """For each ordered pair of devices, the operations that wait for its messages, in the order
+    of sending."""
+    problem = placement.problem
+    route, M, S = problem.route, problem.costs.num_micro_batches, problem.costs.num_stages
+    found: dict[tuple[int, int], list[int]] = {}
+    for device, order in enumerate(placement.order):
+        for code in order:
+            rest, micro_batch = divmod(code, M)
+            kind, stage = divmod(rest, S)
+            if kind == FORWARD and stage + 1 < S:
+                step = 1
+            elif kind == BACKWARD and stage:
+                step = -1
+            else:
+                continue
+            target = route[stage + step][micro_batch]
+            if target != device:
+                found.setdefault((device, target), []).append(code + step * M)
+    for queue in found.values():
+        queue.reverse()  # the next message is at the end
+    return found
+
+
+def _compute(
+    out: list[Instruction],
+    placement: Placement,
+    device: int,
+    tokens: tuple[int, ...],
+    messages: dict[tuple[int, int], list[int]],
+    reduces: tuple[Reduction, ...],
+) -> None:
+    """Operations of one device with their messages and reductions."""
+    problem = placement.problem
+    route, M, S = problem.route, problem.costs.num_micro_batches, problem.costs.num_stages
+    backward = BackwardInput if problem.split else Backward
+    pending = [r for r in reversed(reduces) if device in r.group and len(r.group) > 1]
+    taken: set[int] = set()
+    for code in placement.order[device]:
+        start, number = placement.start[code], placement.sequence[code]
+        while pending and (pending[-1].ready, pending[-1].after) < (start, number):
+            out.append(ReduceGradient(pending[-1].slab, pending.pop().group))
+        rest, micro_batch = divmod(code, M)
+        kind, stage = divmod(rest, S)
+        if kind == FORWARD and stage:
+            _receive(out, code, stage - 1, device, tokens, problem.route, messages, taken)
+        elif kind == BACKWARD and stage + 1 < S:
+            _receive(out, code, stage + 1, device, tokens, problem.route, messages, taken)
+        if kind == FORWARD:
+            out.append(Forward(micro_batch, stage))
+            if stage + 1 < S and (peer := route[stage + 1][micro_batch]) != device:
+                out.append(SendActivation(micro_batch, stage, peer, tokens[micro_batch]))
+        elif kind == BACKWARD:
+            out.append(backward(micro_batch, stage))
+            if stage and (peer := route[stage - 1][micro_batch]) != device:
+                out.append(SendGradient(micro_batch, stage, peer, tokens[micro_batch]))
+        else:
+            out.append(BackwardWeight(micro_batch, stage))
+    while pending:
+        out.append(ReduceGradient(pending[-1].slab, pending.pop().group))
+
+
+def _receive(
+    out: list[Instruction],
+    code: int,
+    producer: int,
+    device: int,
+    tokens: tuple[int, ...],
+    route: tuple[tuple[int, ...], ...],
+    messages: dict[tuple[int, int], list[int]],
+    taken: set[int],
+) -> None:
+    """Receive what ``code`` needs from its producing stage, and what was sent before it."""
+    peer = route[producer][code % len(tokens)]
+    if peer == device or code in taken:
+        return
+    queue = messages[peer, device]
+    while True:
+        waiting = queue.pop()
+        taken.add(waiting)
+        rest, micro_batch = divmod(waiting, len(tokens))
+        kind, stage = divmod(rest, len(route))
+        if kind == FORWARD:
+            out.append(RecvActivation(micro_batch, stage - 1, peer, tokens[micro_batch]))
+        else:
+            out.append(RecvGradient(micro_batch, stage + 1, peer, tokens[micro_batch]))
+        if waiting == code:
+            return

@@ -1,0 +1,272 @@
+"""List scheduler and simulator in one: from a plan and its costs to programs and predictions.
+
+placement = simulate(plan, costs, policy("1f1b"))       # times only, for the planner
+choice = search(plan, costs, memory=budget)             # the best of a few rules and orders
+schedule = build(plan, layers, costs, tokens, policy("1f1b"), world_size=4)
+schedule.program                                        # instruction lists of all devices
+schedule.timeline.makespan                              # predicted seconds
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from megatron_flex.model.layers import LayerList
+from megatron_flex.planner.plan import Plan
+from megatron_flex.schedule.costs import OpCosts
+from megatron_flex.schedule.emit import emit
+from megatron_flex.schedule.engine import place
+from megatron_flex.schedule.instructions import Program
+from megatron_flex.schedule.placement import Placement, Problem
+from megatron_flex.schedule.policies.gpipe import GPIPE
+from megatron_flex.schedule.policies.one_f_one_b import ONE_F_ONE_B
+from megatron_flex.schedule.policies.policy import Limits, Policy, pipeline_memory
+from megatron_flex.schedule.policies.zero_bubble import ZB, ZB_H1, ZB_H2
+from megatron_flex.schedule.policies.zero_bubble_v import ZB_V
+from megatron_flex.schedule.replay import ScheduleError, replay
+from megatron_flex.schedule.routing import Route, check_route, route
+from megatron_flex.schedule.timeline import Timeline, timeline
+from megatron_flex.schedule.turns import turns
+
+POLICIES: dict[str, Policy] = {p.name: p for p in (GPIPE, ONE_F_ONE_B, ZB_H1, ZB_H2, ZB_V, ZB)}
+
+
+def policy(name: str) -> Policy:
+    """The policy of that name; ``ValueError`` lists the names there are."""
+    if name not in POLICIES:
+        raise ValueError(f"no schedule is named '{name}'; there are {', '.join(POLICIES)}")
+    return POLICIES[name]
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """What one iteration does, and what it is predicted to take.
+
+    Attributes:
+        policy: name of the rule that placed it.
+        program: instruction lists of all devices.
+        timeline: predicted times, bubbles and peak activation bytes.
+    """
+
+    policy: str
+    program: Program
+    timeline: Timeline
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The best of several simulations.
+
+    Attributes:
+        policy: the winning rule.
+        turn: the winning order of entry, and its name.
+        placement: every operation with its time.
+        fits: whether the activations stay within the memory that was allowed.
+        tried: simulations that were run.
+    """
+
+    policy: Policy
+    turn: tuple[int, ...]
+    turn_name: str
+    placement: Placement
+    fits: bool
+    tried: int
+
+
+def simulate(
+    plan: Plan,
+    costs: OpCosts,
+    rule: Policy,
+    *,
+    table: Route | None = None,
+    turn: Sequence[int] | None = None,
+    memory: Sequence[float] | None = None,
+    forward_only: bool = False,
+) -> Placement:
+    """Place every operation; no instructions are made.
+
+    Args:
+        table: ``table[stage][micro_batch]`` is the device; default :func:`routing.route`.
+        turn: micro-batches in the order of entry; default by number.
+        memory: bytes of activations that each device (by number) may hold, instead of the
+            policy's own limit. A textbook order that needs more gives way to the policy's rule.
+        forward_only: an evaluation.
+    """
+    problem = _problem(plan, costs, rule, table, forward_only)
+    placement = _simulate(problem, rule, _turn(turn, costs), memory, math.inf)
+    assert placement is not None  # only a finite stop gives None
+    return placement
+
+
+def search(
+    plan: Plan,
+    costs: OpCosts,
+    *,
+    table: Route | None = None,
+    memory: Sequence[float] | None = None,
+    tries: int = 8,
+    enough: float = 1e-3,
+    stop: float = math.inf,
+) -> Choice | None:
+    """The shortest of up to ``tries`` simulations: zero-bubble rules and orders of entry.
+
+    Args:
+        memory: bytes of activations that each device may hold; default one pipeline's worth
+            (:func:`pipeline_memory`, the memory of 1F1B).
+        enough: stop looking when this close (relative) to what no schedule can beat.
+        stop: only schedules shorter than this many seconds are of interest.
+
+    Returns ``None`` if no simulation beats ``stop``. A schedule within the memory is preferred to
+    a shorter one that is not.
+    """
+    problem = _problem(plan, costs, ZB, table, False)
+    allowed = tuple(pipeline_memory(problem) if memory is None else memory)
+    bound = lower_bound(problem)
+    best: Choice | None = None
+    tried = 0
+    for rule, name, turn in _candidates(problem, tries):
+        limit = best.placement.makespan if best is not None and best.fits else stop
+        placement = _simulate(problem, rule, turn, allowed, limit)
+        tried += 1
+        if placement is None or placement.makespan >= limit:
+            continue
+        fits = all(p <= a * (1 + 1e-9) for p, a in zip(placement.peak, allowed, strict=False))
+        key = (not fits, placement.makespan)
+        if best is None or key < (not best.fits, best.placement.makespan):
+            best = Choice(rule, turn, name, placement, fits, tried)
+        if best.fits and best.placement.makespan <= bound * (1 + enough):
+            break
+    return best
+
+
+def lower_bound(problem: Problem) -> float:
+    """Seconds that no schedule of this plan and routing can beat.
+
+    Every device waits for the first forward to reach it, then has its work to do; and every
+    micro-batch must pass through all stages and back.
+    """
+    costs, batches = problem.costs, range(problem.costs.num_micro_batches)
+    work = [0.0] * problem.num_devices
+    first = [math.inf] * problem.num_devices
+    chain = [0.0] * len(batches)
+    for stage, row in enumerate(problem.route):
+        forward, total = costs.forward[stage], costs.stage_work(stage)
+        for micro_batch, device in enumerate(row):
+            if stage and problem.route[stage - 1][micro_batch] != device:
+                chain[micro_batch] += costs.transfer[stage - 1][micro_batch]
+            work[device] += forward[micro_batch] if problem.forward_only else total[micro_batch]
+            first[device] = min(first[device], chain[micro_batch])
+            chain[micro_batch] += forward[micro_batch]
+    bound = max(w + f for w, f in zip(work, first, strict=True) if f < math.inf)
+    if problem.forward_only:
+        return max(bound, *chain)
+    for stage, row in enumerate(problem.route):
+        for micro_batch, device in enumerate(row):
+            chain[micro_batch] += costs.backward_input[stage][micro_batch]
+            if stage == 0 or not problem.split:
+                chain[micro_batch] += costs.backward_weight[stage][micro_batch]
+            if stage and problem.route[stage - 1][micro_batch] != device:
+                chain[micro_batch] += costs.transfer[stage - 1][micro_batch]
+    return max(bound, *chain)
+
+
+def build(
+    plan: Plan,
+    layers: LayerList,
+    costs: OpCosts,
+    tokens: Sequence[int],
+    rule: Policy = ONE_F_ONE_B,
+    *,
+    world_size: int,
+    table: Route | None = None,
+    turn: Sequence[int] | None = None,
+    memory: Sequence[float] | None = None,
+    forward_only: bool = False,
+) -> Schedule:
+    """Schedule one iteration and write its instruction lists.
+
+    Args:
+        tokens: tokens of each micro-batch.
+        world_size: number of devices; ``instructions`` has a list for each, idle ones included.
+        table, turn, memory, forward_only: as for :func:`simulate`.
+
+    Raises ``ValueError`` (or its kind ``PlanError``) when plan, model, costs and world size do
+    not belong together.
+    """
+    plan.check(layers.num_units, world_size)
+    placement = simulate(
+        plan, costs, rule, table=table, turn=turn, memory=memory, forward_only=forward_only
+    )
+    return finish(placement, layers, tokens, world_size=world_size, name=rule.name)
+
+
+def finish(
+    placement: Placement,
+    layers: LayerList,
+    tokens: Sequence[int],
+    *,
+    world_size: int,
+    name: str,
+) -> Schedule:
+    """Instruction lists and times of operations that :func:`search` or :func:`simulate` placed."""
+    program = emit(placement, layers, tuple(tokens), world_size)
+    return Schedule(name, program, timeline(placement, layers))
+
+
+def _problem(
+    plan: Plan, costs: OpCosts, rule: Policy, table: Route | None, forward_only: bool
+) -> Problem:
+    if table is None:
+        table = route(plan, costs)
+    else:
+        check_route(plan, table, costs.num_micro_batches)
+    return Problem(plan, costs, table, rule.split and not forward_only, forward_only)
+
+
+def _turn(turn: Sequence[int] | None, costs: OpCosts) -> Sequence[int]:
+    batches = range(costs.num_micro_batches)
+    if turn is None:
+        return batches
+    if sorted(turn) != list(batches):
+        raise ValueError(f"the order of entry must name micro-batches 0 to {batches[-1]} once each")
+    return turn
+
+
+def _simulate(
+    problem: Problem,
+    rule: Policy,
+    turn: Sequence[int],
+    memory: Sequence[float] | None,
+    stop: float,
+) -> Placement | None:
+    limits = rule.limits(problem)
+    if memory is not None:
+        if len(memory) < problem.num_devices:
+            raise ValueError(f"memory names {len(memory)} devices of {problem.num_devices}")
+        limits = Limits(limits.in_flight, tuple(memory))
+    orders = None if problem.forward_only else rule.order(problem, turn)
+    if orders is not None:
+        try:
+            placement = replay(problem, orders)
+        except ScheduleError:  # the textbook's order needs the textbook's routing
+            return place(problem, rule, turn, limits, stop)
+        allowed = zip(placement.peak, limits.memory, strict=False)
+        if memory is None or all(p <= m * (1 + 1e-9) for p, m in allowed):
+            return placement
+    return place(problem, rule, turn, limits, stop)
+
+
+def _candidates(problem: Problem, tries: int) -> Iterator[tuple[Policy, str, tuple[int, ...]]]:
+    """Rules and orders of entry, most promising first."""
+    pipeline = max(1, round(len(problem.plan.devices) / max(problem.plan.degrees)))
+    given = tuple(range(problem.costs.num_micro_batches))
+    # Equal micro-batches: only the textbook's orders can be better than the first pass.
+    ordered = list(turns(problem.costs, pipeline))
+    found: list[tuple[Policy, str, tuple[int, ...]]] = [(ZB, *ordered[0])]
+    for rule in (ZB_V, ZB_H1):
+        if rule.order(problem, given) is not None:
+            found.append((rule, "given", given))
+    found.extend((ZB, name, turn) for name, turn in ordered[1:])
+    yield from found[:tries]

@@ -1,0 +1,36 @@
+"""1F1B (PipeDream-Flush, Megatron-LM): after the warm-up, one forward, one backward in turn.
+
+No more forwards in flight than keep the pipeline full, so memory does not grow with the number
+of micro-batches. Where a device holds several stages, the rule is: backward first, within the
+same limits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from megatron_flex.schedule.placement import Problem
+from megatron_flex.schedule.policies.policy import (
+    Limits,
+    Orders,
+    Policy,
+    backward_first,
+    in_flight_caps,
+)
+from megatron_flex.schedule.policies.straight import is_straight, lagged_orders
+
+
+def limits(problem: Problem) -> Limits:
+    """``K_s`` forwards in flight on each replica of stage s."""
+    return Limits(tuple(map(float, in_flight_caps(problem))), Limits.none(problem).memory)
+
+
+def order(problem: Problem, turn: Sequence[int]) -> Orders | None:
+    """Stages - s warm-up forwards on stage s of an even straight pipeline."""
+    stages = len(problem.plan.stages)
+    if not is_straight(problem) or len(set(problem.plan.degrees)) > 1:
+        return None
+    return lagged_orders(problem, turn, [stages - s for s in range(stages)], [0] * stages)
+
+
+ONE_F_ONE_B = Policy("1f1b", split=False, rank=backward_first, limits=limits, order=order)

@@ -1,0 +1,124 @@
+"""What a policy is: the priority rule of the list scheduler, and its limits.
+
+A policy is a value. It says whether the backward is split, how much may be in flight, and what a
+free device does first among what it could do. Each textbook schedule is one short file that
+builds a policy.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from megatron_flex.schedule.placement import OpKind, Problem
+
+#: Order in which a device looks at its queues: pairs of kind and stage, most urgent first.
+Ranking = tuple[tuple[OpKind, int], ...]
+#: A given order of operation codes for each device, instead of a rule.
+Orders = tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How much may be in flight. Infinite means no limit.
+
+    Attributes:
+        in_flight: for each stage, the forwards on one replica whose backward has not finished.
+        memory: bytes of activations on each device. A limit below what one micro-batch needs is
+            exceeded (the predicted peak then says so), for a pass must always end.
+    """
+
+    in_flight: tuple[float, ...]
+    memory: tuple[float, ...]
+
+    @classmethod
+    def none(cls, problem: Problem) -> Limits:
+        """No limit at all."""
+        return cls((math.inf,) * len(problem.plan.stages), (math.inf,) * problem.num_devices)
+
+
+def _no_order(problem: Problem, turn: Sequence[int]) -> Orders | None:
+    return None
+
+
+@dataclass(frozen=True)
+class Policy:
+    """A named rule.
+
+    Attributes:
+        name: as users write it.
+        split: the backward is split into an input and a weight half.
+        rank: ``rank(problem, device)`` orders the device's queues.
+        limits: ``limits(problem)``.
+        forwards_first: a device begins its first backward only after its last forward.
+        order: ``order(problem, turn)`` gives the textbook order where the plan is of the
+            textbook's shape, else ``None``, and the rule decides.
+    """
+
+    name: str
+    split: bool
+    rank: Callable[[Problem, int], Ranking]
+    limits: Callable[[Problem], Limits]
+    forwards_first: bool = False
+    order: Callable[[Problem, Sequence[int]], Orders | None] = _no_order
+
+
+def backward_first(problem: Problem, device: int) -> Ranking:
+    """Backward before forward before weight gradient; the later stage first in each."""
+    stages = problem.plan.stages_of(device)[::-1]
+    kinds = (OpKind.BACKWARD, OpKind.FORWARD, OpKind.WEIGHT)
+    return tuple((kind, s) for kind in kinds for s in stages)
+
+
+def forward_first(problem: Problem, device: int) -> Ranking:
+    """Forward before backward before weight gradient; the later stage first in each."""
+    stages = problem.plan.stages_of(device)[::-1]
+    return tuple((kind, s) for kind in OpKind for s in stages)
+
+
+def in_flight_caps(problem: Problem) -> tuple[int, ...]:
+    """Forwards in flight on one replica of each stage that keep the pipeline full.
+
+    ``K_s = ceil(work from stage s to the end / total * devices in use / replicas of s)``: one
+    replica's share of the micro-batches that are under way between its forward and its backward.
+    It is ``stages - s`` where stages and degrees are even. (The plain ``stages - s`` is up to
+    1.6 times slower for uneven data-parallel degrees.)
+    """
+    plan = problem.plan
+    work = [sum(problem.costs.stage_work(s)) for s in range(len(plan.stages))]
+    total = sum(work)
+    caps = []
+    for number, stage in enumerate(plan.stages):
+        share = sum(work[number:]) / total if total > 0 else 1.0
+        # The small number keeps an exact integer from being rounded up.
+        caps.append(max(1, math.ceil(share * len(plan.devices) / len(stage.group) - 1e-9)))
+    return tuple(caps)
+
+
+def pipeline_memory(problem: Problem) -> tuple[float, ...]:
+    """Activation bytes of one pipeline's worth of micro-batches on each device.
+
+    For each stage that a device holds: as many micro-batches as there are devices in use for one
+    replica of it, at their mean size; at least the largest micro-batch. On an even straight plan
+    this is the peak of 1F1B's first device.
+    """
+    plan, activation = problem.plan, problem.costs.activation
+    sizes = [0.0] * problem.num_devices
+    largest = [0.0] * problem.num_devices
+    whole = [[0.0] * problem.costs.num_micro_batches for _ in range(problem.num_devices)]
+    for number, stage in enumerate(plan.stages):
+        row = problem.route[number]
+        total = dict.fromkeys(stage.group, 0.0)
+        count = dict.fromkeys(stage.group, 0)
+        for micro_batch, device in enumerate(row):
+            total[device] += activation[number][micro_batch]
+            count[device] += 1
+            whole[device][micro_batch] += activation[number][micro_batch]
+        for device in stage.group:
+            if count[device]:
+                pipeline = len(plan.devices) / len(stage.group)
+                sizes[device] += pipeline * total[device] / count[device]
+    for device in plan.devices:
+        largest[device] = max(whole[device])
+    return tuple(max(a, b) for a, b in zip(sizes, largest, strict=True))

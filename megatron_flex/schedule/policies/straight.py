@@ -1,0 +1,47 @@
+"""The orders of straight pipelines (one stage a device): warm-up forwards, then one by one.
+
+After its warm-up a device repeats (backward, weight gradient of an earlier micro-batch, forward).
+1F1B, ZB-H1 and ZB-H2 differ in the number of warm-up forwards and in how far the weight gradient
+lags behind the backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from megatron_flex.schedule.placement import OpKind, Problem
+from megatron_flex.schedule.policies.policy import Orders
+
+
+def is_straight(problem: Problem) -> bool:
+    """Whether every device holds one stage."""
+    plan = problem.plan
+    return len(plan.devices) == sum(plan.degrees)
+
+
+def lagged_orders(
+    problem: Problem, turn: Sequence[int], warm_up: Sequence[int], lag: Sequence[int]
+) -> Orders:
+    """Order of each device; ``warm_up`` and ``lag`` are counts for each stage.
+
+    ``lag`` only matters where the backward is split.
+    """
+    encode, split = problem.encode, problem.split
+    orders: list[tuple[int, ...]] = [()] * problem.num_devices
+    for stage, placed in enumerate(problem.plan.stages):
+        for device in placed.group:
+            own = [m for m in turn if problem.route[stage][m] == device]
+            forwards = [encode(OpKind.FORWARD, stage, m) for m in own]
+            backwards = [encode(OpKind.BACKWARD, stage, m) for m in own]
+            weights = [encode(OpKind.WEIGHT, stage, m) for m in own] if split else []
+            ahead = min(warm_up[stage], len(own))
+            order = forwards[:ahead]
+            for i, backward in enumerate(backwards):
+                order.append(backward)
+                if split and i >= lag[stage]:
+                    order.append(weights[i - lag[stage]])
+                order.extend(forwards[ahead + i : ahead + i + 1])
+            if split:
+                order.extend(weights[max(0, len(own) - lag[stage]) :])
+            orders[device] = tuple(order)
+    return tuple(orders)

@@ -1,0 +1,93 @@
+"""Which replica of each stage runs which micro-batch.
+
+Stages of equal data-parallel degree share one partition of the micro-batches, so replicas are
+paired stably from stage to stage (few pairs of devices talk), and a micro-batch that meets a
+device again, in a V or on neighbouring stages of one group, stays on it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from megatron_flex.planner.plan import Plan
+from megatron_flex.schedule.costs import OpCosts
+
+Route = tuple[tuple[int, ...], ...]
+
+
+def partition(work: Sequence[float], parts: int) -> tuple[int, ...]:
+    """Split micro-batches into ``parts`` of nearly equal work (longest first, least loaded part).
+
+    Returns the part of each micro-batch. Equal micro-batches are dealt in turn, so that all
+    replicas have something to do early. The fullest part is at most 4/3 of the least possible.
+    """
+    if parts == 1:
+        return (0,) * len(work)
+    loads = [0.0] * parts
+    counts = [0] * parts
+    part = [0] * len(work)
+    for micro_batch in sorted(range(len(work)), key=lambda m: (-work[m], m)):
+        best = min(range(parts), key=lambda p: (loads[p], counts[p], p))
+        part[micro_batch] = best
+        loads[best] += work[micro_batch]
+        counts[best] += 1
+    return tuple(part)
+
+
+def route(plan: Plan, costs: OpCosts) -> Route:
+    """``route[stage][micro_batch]`` is the device that runs it; deterministic.
+
+    Each micro-batch goes to one replica of every stage, balanced by forward plus backward time.
+    Raises ``ValueError`` when the costs are for another number of stages.
+    """
+    if costs.num_stages != len(plan.stages):
+        raise ValueError(
+            f"the plan '{plan}' has {len(plan.stages)} stages, the costs are for {costs.num_stages}"
+        )
+    total = [0.0] * costs.num_micro_batches
+    for stage in range(costs.num_stages):
+        for micro_batch, work in enumerate(costs.stage_work(stage)):
+            total[micro_batch] += work
+    partitions: dict[int, tuple[int, ...]] = {}
+    slots: dict[int, dict[int, int]] = {}  # degree -> device -> part of the partition
+    table = []
+    for stage_ in plan.stages:
+        degree = len(stage_.group)
+        if degree not in partitions:
+            partitions[degree] = partition(total, degree)
+        known = slots.setdefault(degree, {})
+        seats = _seats(stage_.group, known)
+        known.update({device: seat for seat, device in enumerate(seats)})
+        table.append(tuple(seats[part] for part in partitions[degree]))
+    return tuple(table)
+
+
+def _seats(group: tuple[int, ...], known: dict[int, int]) -> list[int]:
+    """The device of each part: devices keep the part they had, the others fill the gaps."""
+    seats = [-1] * len(group)
+    rest = []
+    for device in group:
+        seat = known.get(device, -1)
+        if seat >= 0 and seats[seat] < 0:
+            seats[seat] = device
+        else:
+            rest.append(device)
+    free = iter(rest)
+    return [next(free) if device < 0 else device for device in seats]
+
+
+def check_route(plan: Plan, table: Route, num_micro_batches: int) -> None:
+    """Raise ``ValueError`` unless every micro-batch has one holder of every stage."""
+    if len(table) != len(plan.stages):
+        raise ValueError(f"the route has {len(table)} stages, the plan {len(plan.stages)}")
+    for number, (row, stage) in enumerate(zip(table, plan.stages, strict=True)):
+        if len(row) != num_micro_batches:
+            raise ValueError(
+                f"the route of stage {number} names {len(row)} micro-batches of {num_micro_batches}"
+            )
+        strangers = set(row) - set(stage.group)
+        if strangers:
+            raise ValueError(
+                f"the route sends micro-batches of stage {number} to device {min(strangers)},"
+                f" which does not hold it ({stage})"
+            )

@@ -1,0 +1,89 @@
+"""Averages over the iterations between two log lines (Megatron's ``training_log``)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from megatron_flex.telemetry.record import IterationRecord
+from megatron_flex.telemetry.throughput import Throughput, throughput
+
+
+@dataclass(frozen=True)
+class IntervalSummary:
+    """The iterations since the last log line.
+
+    Attributes:
+        last: the newest iteration.
+        iterations: how many they are.
+        seconds_per_iteration: mean time of an iteration.
+        losses: mean of each loss over the iterations that were not skipped; empty if all were.
+        skipped: iterations without update.
+        nan: those of them whose loss or gradient norm was NaN or infinite.
+        throughput: tokens, padding and floating-point operations a second.
+        timings: mean seconds of each part of an iteration on each worker.
+    """
+
+    last: IterationRecord
+    iterations: int
+    seconds_per_iteration: float
+    losses: Mapping[str, float]
+    skipped: int
+    nan: int
+    throughput: Throughput
+    timings: Mapping[str, tuple[float, ...]]
+
+
+class Interval:
+    """Collects iterations and says when a log line is due.
+
+    As in Megatron-LM a line is due at multiples of ``log_interval``, and after the first iteration
+    of a run, which also stays part of the interval that it begins.
+    """
+
+    def __init__(self, log_interval: int, world_size: int, peak_flops: float | None = None) -> None:
+        self._log_interval = log_interval
+        self._world_size = world_size
+        self._peak_flops = peak_flops
+        self._records: list[IterationRecord] = []
+        self._first = True
+
+    def add(self, record: IterationRecord) -> IntervalSummary | None:
+        """Take one iteration; the summary if a line is due."""
+        self._records.append(record)
+        due = record.iteration % self._log_interval == 0
+        summary = self._summary() if due or self._first else None
+        self._first = False
+        if due:
+            self._records.clear()
+        return summary
+
+    def _summary(self) -> IntervalSummary:
+        records = self._records
+        elapsed = sum(r.elapsed for r in records)
+        advanced = [r for r in records if not r.skipped]
+        names = dict.fromkeys(name for r in advanced for name in r.losses)
+        return IntervalSummary(
+            last=records[-1],
+            iterations=len(records),
+            seconds_per_iteration=elapsed / len(records),
+            losses={n: sum(r.losses.get(n, 0.0) for r in advanced) / len(advanced) for n in names},
+            skipped=len(records) - len(advanced),
+            nan=sum(r.skipped and _not_finite(r) for r in records),
+            throughput=throughput(records, self._world_size, self._peak_flops),
+            timings=_mean_timings(records),
+        )
+
+
+def _not_finite(record: IterationRecord) -> bool:
+    return not (record.finite and all(math.isfinite(v) for v in record.losses.values()))
+
+
+def _mean_timings(records: list[IterationRecord]) -> dict[str, tuple[float, ...]]:
+    """Seconds an iteration, for the parts that the newest iteration reports."""
+    means = {}
+    for name in (t.name for t in records[-1].timings):
+        rows = [t.seconds for r in records for t in r.timings if t.name == name]
+        means[name] = tuple(sum(column) / len(records) for column in zip(*rows, strict=True))
+    return means

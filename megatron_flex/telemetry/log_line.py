@@ -1,0 +1,98 @@
+"""The lines that a run prints, field for field as Megatron-LM 0.16 does.
+
+Between the throughput (or the elapsed time) and the learning rate there are additional fields:
+``tokens/s`` and ``padding``, and before them ``MFU`` if it is known.
+"""
+
+from __future__ import annotations
+
+import math
+from datetime import datetime
+
+from megatron_flex.telemetry.interval import IntervalSummary
+from megatron_flex.telemetry.record import ValidationRecord
+
+
+def training_line(
+    summary: IntervalSummary,
+    train_iters: int,
+    *,
+    log_throughput: bool = False,
+    now: datetime | None = None,
+) -> str:
+    """One line for the iterations since the last one."""
+    last, rates = summary.last, summary.throughput
+    fields = [f"iteration {last.iteration:8d}/{train_iters:8d}"]
+    fields.append(f"consumed samples: {last.consumed_samples:12d}")
+    if last.skipped_samples > 0:
+        fields.append(f"skipped samples: {last.skipped_samples:12d}")
+    milliseconds = summary.seconds_per_iteration * 1000.0
+    fields.append(f"elapsed time per iteration (ms): {milliseconds:.1f}")
+    if log_throughput:
+        fields.append(f"throughput per GPU (TFLOP/s/GPU): {rates.tflops:.1f}")
+        if rates.mfu_percent is not None:
+            fields.append(f"MFU: {rates.mfu_percent:.1f}%")
+    fields.append(f"tokens/s: {rates.tokens_per_second:.1f}")
+    fields.append(f"padding: {rates.padding_percent:.1f}%")
+    fields.append(f"learning rate: {last.learning_rate:.6E}")
+    fields.append(f"global batch size: {last.global_batch_size:5d}")
+    # Megatron leaves a mean of zero out: it has no value to report then.
+    fields += [f"{name}: {value:.6E}" for name, value in summary.losses.items() if value > 0.0]
+    fields.append(f"loss scale: {last.loss_scale:.1f}")
+    if last.grad_norm is not None:
+        fields.append(f"grad norm: {last.grad_norm:.3f}")
+    if last.num_zeros is not None:
+        fields.append(f"num zeros: {last.num_zeros}")
+    if last.params_norm is not None:
+        fields.append(f"params norm: {last.params_norm:.3f}")
+    fields.append(f"number of skipped iterations: {summary.skipped:3d}")
+    fields.append(f"number of nan iterations: {summary.nan:3d}")
+    time = (now or datetime.now()).strftime("%Y-%m-%d %H:%M:%S.%f")
+    return f" [{time}] " + " | ".join(fields) + " |"
+
+
+def perplexity(loss: float) -> float:
+    """``exp(loss)``, bounded as in Megatron-LM so that it stays printable."""
+    return math.exp(min(20.0, loss))
+
+
+def validation_lines(record: ValidationRecord) -> tuple[str, str, str]:
+    """Three lines: the losses and perplexities of a validation between two rules.
+
+    Megatron-LM says ``validation loss at`` for the test set too; ``where`` tells them apart.
+    """
+    text = f" validation loss at {record.where} | "
+    for name, value in record.losses.items():
+        text += f"{name} value: {value:.6E} | {name} PPL: {perplexity(value):.6E} | "
+    rule = "-" * (len(text) + 1)
+    return rule, text, rule
+
+
+def timing_lines(summary: IntervalSummary, level: int, option: str) -> tuple[str, ...]:
+    """Time of the parts of an iteration, as megatron-core's timers print it.
+
+    Args:
+        summary: the iterations since the last line.
+        level: ``--timing-log-level``; parts of a higher level are left out.
+        option: ``--timing-log-option``: ``max``, ``minmax`` or ``all``.
+    """
+    wanted = {t.name for t in summary.last.timings if t.level <= level}
+    times = {n: [1000.0 * s for s in row] for n, row in summary.timings.items() if n in wanted}
+    if not times:
+        return ()
+    if option == "all":
+        lines = ["times across ranks (ms):"]
+        for name, row in times.items():
+            lines.append(f"  {name}:")
+            lines += [f"     rank {rank:2d}: {value:.2f}" for rank, value in enumerate(row)]
+        return tuple(lines)
+    if option == "max":
+        lines = ["max time across ranks (ms):"]
+        lines += [
+            f"    {(name + ' ').ljust(48, '.')}: {max(row):.2f}" for name, row in times.items()
+        ]
+        return tuple(lines)
+    lines = ["(min, max) time across ranks (ms):"]
+    for name, row in times.items():
+        lines.append(f"    {(name + ' ').ljust(48, '.')}: ({min(row):.2f}, {max(row):.2f})")
+    return tuple(lines)

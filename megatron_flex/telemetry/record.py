@@ -1,0 +1,95 @@
+"""What the training loop tells the recorder: one frozen value for each event."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Time of one part of an iteration on each worker.
+
+    Attributes:
+        name: such as ``forward-backward``; Megatron's names where the part is the same.
+        level: the ``--timing-log-level`` from which on it is reported, 1 or 2.
+        seconds: one number a worker.
+    """
+
+    name: str
+    level: int
+    seconds: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class IterationRecord:
+    """One training iteration, over all workers.
+
+    Attributes:
+        iteration: its number; the first of a run is 1.
+        consumed_samples: samples of all iterations so far, this one included.
+        elapsed: seconds from the end of the iteration before to the end of this one.
+        learning_rate: of this iteration's update.
+        global_batch_size: samples.
+        losses: mean of each loss over its tokens, ``lm loss`` first.
+        grad_norm: before clipping; ``None`` if it was not computed.
+        skipped: no update was made (gradients not finite, or no loss token in the batch).
+        finite: false if the gradient norm was NaN or infinite.
+        tokens: input tokens of the samples.
+        padding: positions that were computed beside them.
+        flops: floating-point operations of the model, forward and backward, for ``tokens``.
+        loss_scale: what the loss was multiplied by; 1 without fp16.
+        num_zeros: gradient entries that are zero (``--log-num-zeros-in-grad``).
+        params_norm: L2 norm of all parameters (``--log-params-norm``).
+        skipped_samples: samples of all skipped iterations of the run that were left out of
+            training on purpose; Megatron's ``skipped samples``.
+        timings: parts of the iteration (``--timing-log-level``).
+        memory: bytes or counts by name (``--log-memory-to-tensorboard``).
+        plan: text form of the layout.
+        extra: further numbers for JSONL and TensorBoard, by name.
+    """
+
+    iteration: int
+    consumed_samples: int
+    elapsed: float
+    learning_rate: float
+    global_batch_size: int
+    losses: Mapping[str, float]
+    grad_norm: float | None
+    skipped: bool
+    tokens: int
+    flops: float
+    finite: bool = True
+    padding: int = 0
+    loss_scale: float = 1.0
+    num_zeros: int | None = None
+    params_norm: float | None = None
+    skipped_samples: int = 0
+    timings: tuple[Timing, ...] = ()
+    memory: Mapping[str, float] = field(default_factory=dict)
+    plan: str = ""
+    extra: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class ValidationRecord:
+    """One validation or test.
+
+    Attributes:
+        where: as in Megatron's line, such as ``iteration 100`` or ``iteration 500 on test set``;
+            ``validation loss at`` comes before it.
+        iteration: iterations trained so far.
+        consumed_samples: training samples so far.
+        losses: mean of each loss over its tokens.
+        samples: samples that were evaluated.
+        tokens: their tokens.
+        test: the test set, not the validation set.
+    """
+
+    where: str
+    iteration: int
+    consumed_samples: int
+    losses: Mapping[str, float]
+    samples: int
+    tokens: int
+    test: bool = False

@@ -1,0 +1,121 @@
+"""The front of the room: the loop hands in records, the sinks that the flags ask for get them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+
+from megatron_flex.config.config import Config
+from megatron_flex.telemetry.console import ConsoleSink
+from megatron_flex.telemetry.interval import Interval
+from megatron_flex.telemetry.jsonl import JsonlSink
+from megatron_flex.telemetry.record import IterationRecord, ValidationRecord
+from megatron_flex.telemetry.scalars import ScalarOptions
+from megatron_flex.telemetry.sink import Sink
+from megatron_flex.telemetry.tensorboard import TensorBoardSink
+from megatron_flex.telemetry.wandb import WandbSink
+
+
+class Recorder:
+    """Passes records on to sinks. Use it in a ``with`` statement, or close it."""
+
+    def __init__(self, sinks: Sequence[Sink], interval: Interval) -> None:
+        self._sinks = tuple(sinks)
+        self._interval = interval
+
+    def iteration(self, record: IterationRecord) -> None:
+        """Record one training iteration; call it once for each, in order."""
+        for sink in self._sinks:
+            sink.iteration(record)
+        summary = self._interval.add(record)
+        if summary is not None:
+            for sink in self._sinks:
+                sink.interval(summary)
+
+    def validation(self, record: ValidationRecord) -> None:
+        """Record one validation or test."""
+        for sink in self._sinks:
+            sink.validation(record)
+
+    def close(self) -> None:
+        """Write out what is pending."""
+        for sink in self._sinks:
+            sink.close()
+
+    def __enter__(self) -> Recorder:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def open_recorder(
+    config: Config,
+    *,
+    start_iteration: int = 0,
+    active: bool = True,
+    peak_flops: float | None = None,
+    echo: Callable[[str], None] | None = None,
+) -> Recorder:
+    """The recorder that the logging flags ask for.
+
+    Args:
+        config: the configuration.
+        start_iteration: iterations already trained; later ones in the JSONL file are removed.
+        active: whether this worker records (Megatron-LM: the last one). The recorder of the
+            others takes records and does nothing.
+        peak_flops: peak FLOP/s of a worker's device where it is known; ``--device-peak-tflops``
+            comes first.
+        echo: prints a line; ``None``: on the standard output.
+
+    Raises:
+        TelemetryError: when a file cannot be written or a package is missing.
+    """
+    g = config.logging
+    if g.device_peak_tflops is not None:
+        peak_flops = g.device_peak_tflops * 1e12
+    interval = Interval(g.log_interval, config.world_size, peak_flops)
+    if not active:
+        return Recorder((), interval)
+    sinks: list[Sink] = [
+        ConsoleSink(
+            config.training.train_iters,
+            log_throughput=g.log_throughput,
+            timing_log_level=g.timing_log_level,
+            timing_log_option=g.timing_log_option,
+            echo=echo,
+        )
+    ]
+    if g.log_jsonl is not None:
+        sinks.append(JsonlSink(g.log_jsonl, start_iteration))
+    options = ScalarOptions(
+        world_size=config.world_size,
+        log_loss_scale=g.log_loss_scale_to_tensorboard,
+        log_validation_ppl=g.log_validation_ppl_to_tensorboard,
+        log_memory=g.log_memory_to_tensorboard,
+        log_world_size=g.log_world_size_to_tensorboard,
+        log_timers=g.log_timers_to_tensorboard,
+        timing_log_level=g.timing_log_level,
+    )
+    if g.tensorboard_dir is not None:
+        sinks.append(
+            TensorBoardSink(
+                g.tensorboard_dir,
+                options,
+                log_interval=g.tensorboard_log_interval,
+                queue_size=g.tensorboard_queue_size,
+            )
+        )
+    if g.wandb_project is not None:
+        sinks.append(
+            WandbSink(
+                g.wandb_project,
+                g.wandb_exp_name or "",
+                g.wandb_save_dir or os.path.join(config.checkpoint.save or ".", "wandb"),
+                options,
+                entity=g.wandb_entity,
+                config=config.values(),
+                log_interval=g.tensorboard_log_interval,
+            )
+        )
+    return Recorder(sinks, interval)

@@ -1,0 +1,230 @@
+"""The training loop: next batch, plan, execute, log, save."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+import torch
+
+from megatron_flex.arguments import dump
+from megatron_flex.config.config import Config
+from megatron_flex.data.batches import BatchSource, GlobalBatch
+from megatron_flex.learning_rate import LearningRateSchedule
+from megatron_flex.loop.assemble import Parts, assemble
+from megatron_flex.loop.checkpointing import Checkpoints
+from megatron_flex.loop.evaluation import evaluate
+from megatron_flex.loop.iteration import Iterations, cost_coefficients
+from megatron_flex.loop.stopping import Stopping
+from megatron_flex.model.config import loss_names
+from megatron_flex.planner.flops import iteration_flops
+from megatron_flex.runtime.executor import Executor, StepResult
+from megatron_flex.runtime.holdings import Holdings
+from megatron_flex.runtime.launch import start
+from megatron_flex.runtime.optimizer import OptimizerConfig, StepSize
+from megatron_flex.runtime.world import World
+from megatron_flex.telemetry.memory import memory_in_use
+from megatron_flex.telemetry.profiler import Profiler
+from megatron_flex.telemetry.progress import ProgressLog
+from megatron_flex.telemetry.record import IterationRecord, ValidationRecord
+from megatron_flex.telemetry.recorder import open_recorder
+from megatron_flex.telemetry.throughput import known_peak_flops
+
+
+def pretrain(config: Config) -> None:
+    """Train, validate and save as the flags say. Every worker of the job calls this."""
+    world = start(config.parallel.distributed_backend, config.parallel.distributed_timeout_minutes)
+    if world.rank == 0:
+        print(dump(config), flush=True)
+    trainer = Trainer(config, world, assemble(config))
+    if not config.evaluation.skip_train:
+        trainer.train()
+    trainer.final_evaluation()
+    trainer.close()
+
+
+class Trainer:
+    """One worker's part of a run."""
+
+    def __init__(self, config: Config, world: World, parts: Parts) -> None:
+        self.config = config
+        self.world = world
+        self.parts = parts
+        t, g = config.training, config.logging
+        self.holdings = Holdings(parts.model, parts.plan, world.rank, world.device)
+        optimizer = OptimizerConfig(t.adam_beta1, t.adam_beta2, t.adam_eps, t.clip_grad)
+        self.schedule = LearningRateSchedule(config.learning_rate, t)
+        self.checkpoints = Checkpoints(config.checkpoint, world, self.holdings, config.values())
+        restored = self.checkpoints.load(self.schedule, cost_coefficients(parts.model))
+        self.progress = restored.progress
+        self.coefficients = restored.coefficients
+        self.iterations = Iterations(
+            config, parts.plan, Executor(world, self.holdings, optimizer), self.coefficients
+        )
+        self.stopping = Stopping(t)
+        self.profiler = Profiler(config.profiling, world.rank, g.tensorboard_dir)
+        self.speaks = world.rank == world.size - 1  # Megatron-LM: the last worker prints
+        self.recorder = open_recorder(
+            config,
+            start_iteration=self.progress.iteration,
+            active=self.speaks,
+            peak_flops=_peak_flops(config),
+        )
+        self.progress_log = None
+        if g.log_progress and self.speaks:
+            assert config.checkpoint.save is not None, "arguments were checked"
+            self.progress_log = ProgressLog(
+                config.checkpoint.save,
+                world.size,
+                flops=self.progress.flops,
+                tokens=self.progress.tokens,
+            )
+        self._say(f" plan: {parts.plan}")
+        self._say(f" {restored.source or 'random weights'}: starting at iteration"
+                  f" {self.progress.iteration}")  # fmt: skip
+        for split in ("train", "valid", "test"):
+            for samples in getattr(getattr(parts, split), "sets", ()):
+                self._say(f" {split} data: {samples.selection.counts}")
+
+    def train(self) -> None:
+        """Iterations until the run is complete or has a reason to stop."""
+        source = self.parts.train
+        assert source is not None, "arguments were checked"
+        evaluation = self.config.evaluation
+        last_saved = self.progress.iteration
+        reason = None
+        while reason is None and (batch := self._next_batch(source)) is not None:
+            self.profiler.before(self.progress.iteration)
+            result = self._step(source, batch)
+            iteration = self.progress.iteration
+            interval = evaluation.eval_interval
+            if interval is not None and iteration % interval == 0:
+                self._evaluate(self.parts.valid, f"iteration {iteration}")
+            reason = self.stopping.reason(iteration, result.signals)
+            if result.signals[-1]:  # a save in the background failed on some worker
+                self.checkpoints.close()
+            interval = self.config.checkpoint.save_interval
+            if interval is not None and iteration % interval == 0:
+                self._save()
+                last_saved = iteration
+        self.profiler.close()
+        if self.config.checkpoint.save is not None and last_saved != self.progress.iteration:
+            self._save()
+        if reason is not None:
+            self._say(f" {reason}")
+            self.close()
+            raise SystemExit(0)
+
+    def final_evaluation(self) -> None:
+        """Validate and test at the end of the run, as Megatron-LM does."""
+        at = f"iteration {self.progress.iteration}"
+        if self.config.evaluation.eval_interval is not None or self.config.evaluation.skip_train:
+            self._evaluate(self.parts.valid, f"{at} on validation set")
+            self._evaluate(self.parts.test, f"{at} on test set", test=True)
+
+    def close(self) -> None:
+        """Write out what is pending."""
+        self.checkpoints.close()
+        self.recorder.close()
+
+    # ---- one iteration -----------------------------------------------------------------------
+
+    def _next_batch(self, source: BatchSource) -> GlobalBatch | None:
+        """The next global batch, or ``None`` at the end of the run."""
+        t, progress = self.config.training, self.progress
+        size = t.batch_sizes.size(progress.consumed_samples)
+        if t.train_samples is not None:
+            if progress.consumed_samples + size > t.train_samples:
+                return None
+        elif progress.iteration >= t.train_iters:
+            return None
+        return source.batch(progress.consumed_samples, size)
+
+    def _step(self, source: BatchSource, batch: GlobalBatch) -> StepResult:
+        began = time.perf_counter()
+        rate = self.schedule.learning_rate
+        result = self.iterations.run(
+            source,
+            batch,
+            step_size=StepSize(rate, self.schedule.weight_decay),
+            signals=(*self.stopping.signals, self.checkpoints.failed),
+            count_zeros=self.config.logging.log_num_zeros_in_grad,
+        )
+        if not result.skipped:
+            self.schedule.step(batch.size)
+        squares = float((batch.lengths.astype(float) ** 2).sum())
+        flops = iteration_flops(self.parts.model, batch.tokens, squares)
+        done = self.progress
+        self.progress = replace(
+            done,
+            iteration=done.iteration + 1,
+            consumed_samples=done.consumed_samples + batch.size,
+            skipped=done.skipped + result.skipped,
+            nan=done.nan + (not result.finite),
+            tokens=done.tokens + batch.tokens,
+            flops=done.flops + flops,
+        )
+        if self.progress_log is not None:
+            self.progress_log.iteration(flops, batch.tokens)
+        params_norm = self._params_norm() if self.config.logging.log_params_norm else None
+        log_memory = self.speaks and self.config.logging.log_memory_to_tensorboard
+        self.recorder.iteration(
+            IterationRecord(
+                iteration=self.progress.iteration,
+                consumed_samples=self.progress.consumed_samples,
+                elapsed=time.perf_counter() - began,
+                learning_rate=rate,
+                global_batch_size=batch.size,
+                losses=dict(zip(loss_names(self.parts.model), result.losses, strict=True)),
+                grad_norm=result.grad_norm,
+                skipped=result.skipped,
+                tokens=batch.tokens,
+                flops=flops,
+                finite=result.finite,
+                num_zeros=result.zeros,
+                params_norm=params_norm,
+                memory=memory_in_use() if log_memory else {},
+                plan=str(self.parts.plan),
+            )
+        )
+        return result
+
+    def _params_norm(self) -> float:
+        """L2 norm of all parameters, over all workers."""
+        owned = [self.holdings.slabs[s].params.double() for s in self.holdings.owned]
+        return self.world.sum(sum(p.square().sum().item() for p in owned)) ** 0.5
+
+    def _evaluate(self, source: BatchSource | None, where: str, *, test: bool = False) -> None:
+        options = self.config.evaluation
+        batches = None if options.full_validation else options.eval_iters
+        if source is None or batches == 0:
+            return
+        size = self.config.training.global_batch_size
+        found = evaluate(self.iterations, source, size, batches)
+        if batches is not None and found.samples < batches * size:
+            self._say(f" evaluating on all {found.samples} samples there are, fewer than"
+                      f" {batches} batches of {size}")  # fmt: skip
+        progress = self.progress
+        self.recorder.validation(
+            ValidationRecord(where, progress.iteration, progress.consumed_samples, found.losses,
+                             found.samples, found.tokens, test)
+        )  # fmt: skip
+
+    def _save(self) -> None:
+        self.checkpoints.save(self.progress, self.schedule, self.coefficients)
+        asynchronous = self.config.checkpoint.async_save
+        verb = "scheduled an async checkpoint save" if asynchronous else "successfully saved checkpoint"
+        self._say(f"  {verb} from iteration {self.progress.iteration:7d} to"
+                  f" {self.config.checkpoint.save}")  # fmt: skip
+        if self.progress_log is not None:
+            self.progress_log.checkpoint(self.progress.iteration, asynchronous=asynchronous)
+
+    def _say(self, line: str) -> None:
+        if self.speaks:
+            print(line, flush=True)
+
+
+def _peak_flops(config: Config) -> float | None:
+    if not torch.cuda.is_available():
+        return None
+    return known_peak_flops(torch.cuda.get_device_name(), bf16=config.precision.bf16)

@@ -1,0 +1,196 @@
+"""Training jobs that the distributed tests run on pool workers, and how results are compared."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+import torch
+
+from megatron_flex.data.batches import GlobalBatch
+from megatron_flex.data.microbatch import MicroBatch
+from megatron_flex.data.microbatches import CostCoefficients, cut_by_tokens
+from megatron_flex.data.packed import PackedBatch
+from megatron_flex.model.config import ModelConfig
+from megatron_flex.planner.plan import Plan
+from megatron_flex.programs import build_program
+from megatron_flex.runtime.executor import (
+    HANDLERS,
+    Executor,
+    StepInputs,
+    StepResult,
+    reduction_groups,
+)
+from megatron_flex.runtime.holdings import Holdings
+from megatron_flex.runtime.optimizer import OptimizerConfig, StepSize
+from megatron_flex.runtime.world import World
+from megatron_flex.schedule.instructions import Backward, Program, ReduceGradient
+
+# The gradient of the key's bias is exactly zero in theory and rounding noise (1e-9) in practice.
+# With an epsilon of 1e-8 Adam turns that noise into steps; this keeps it out of the comparison.
+ADAM_EPS = 1e-6
+
+TINY = ModelConfig(
+    num_layers=3,
+    hidden_size=32,
+    num_attention_heads=4,
+    vocab_size=90,
+    padded_vocab_size=96,
+    max_position_embeddings=128,
+    ffn_hidden_size=64,
+    kv_channels=8,
+    num_query_groups=4,
+)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one rank reports: the losses (the same on all) and the state that it owns."""
+
+    results: tuple[StepResult, ...]
+    state: dict[str, torch.Tensor]
+    steps: dict[int, int]
+
+
+def batch_of(iteration: int, size: int = 8, longest: int = 60) -> GlobalBatch:
+    """A global batch with very uneven lengths, the same wherever it is asked for."""
+    lengths = np.random.default_rng(iteration).integers(1, longest, size)
+    lengths[0] = longest
+    return GlobalBatch(iteration * size, lengths.astype(np.int64), (int(lengths.sum()),))
+
+
+def packed(config: ModelConfig, micro_batch: MicroBatch, masked: frozenset[int]) -> PackedBatch:
+    """Random tokens keyed by sample; samples in ``masked`` give no loss."""
+    rows = []
+    for piece in micro_batch.slices:
+        rng = np.random.default_rng((7, piece.sample))
+        rows.append(rng.integers(0, config.vocab_size, piece.tokens + 1))
+    mask = [np.full(s.tokens, s.sample not in masked) for s in micro_batch.slices]
+    return PackedBatch(
+        lengths=tuple(s.tokens for s in micro_batch.slices),
+        samples=tuple(s.sample for s in micro_batch.slices),
+        starts=tuple(s.start for s in micro_batch.slices),
+        tokens=torch.from_numpy(np.concatenate([r[:-1] for r in rows])),
+        labels=torch.from_numpy(np.concatenate([r[1:] for r in rows])),
+        loss_mask=torch.from_numpy(np.concatenate(mask).astype(np.float32)),
+    )
+
+
+def train(
+    config: ModelConfig,
+    plan_text: str,
+    iterations: int = 20,
+    *,
+    policy: str = "1f1b",
+    fault: str = "",
+    masked: frozenset[int] = frozenset(),
+    longest: int = 60,
+) -> Outcome:
+    """Train for some iterations on this worker's part of ``plan_text``."""
+    world = World.create(torch.device("cpu"), timedelta(seconds=30))
+    plan = Plan.parse(plan_text)
+    plan.check(config.layers.num_units, world.size)
+    holdings = Holdings(config, plan, world.rank, world.device)
+    executor = Executor(world, holdings, OptimizerConfig(adam_eps=ADAM_EPS))
+    results = []
+    for iteration in range(iterations):
+        batch = batch_of(iteration, longest=longest)
+        batch = replace(batch, denominators=(_loss_tokens(batch, masked),))
+        parts = cut_by_tokens(batch, 2 * longest // 3, CostCoefficients())
+        program = build_program(config, plan, parts, world.size, policy=policy)
+        world.prepare_reductions(reduction_groups([program]))
+        if fault and iteration >= 3:
+            program = inject(fault, holdings, program, world.rank, first=iteration == 3)
+        inputs = StepInputs(
+            lambda m, inputs, targets, parts=parts: packed(config, parts[m], masked),
+            batch.denominators,
+            StepSize(learning_rate=1e-3, weight_decay=0.1),
+        )
+        results.append(executor.run(program, inputs))
+    HANDLERS[Backward] = Executor._backward  # a job leaves no state behind
+    state = {k: v.clone() for k, v in holdings.named_state(owned=True).items()}
+    return Outcome(tuple(results), state, {s.index: s.steps for s in holdings})
+
+
+def _loss_tokens(batch: GlobalBatch, masked: frozenset[int]) -> int:
+    return sum(
+        int(n) for i, n in enumerate(batch.lengths) if batch.first_sample + i not in masked
+    )
+
+
+def merge(outcomes: list[Outcome]) -> tuple[tuple[StepResult, ...], dict[str, torch.Tensor]]:
+    """One run's losses and its whole state. Every tensor must have exactly one owner."""
+    state: dict[str, torch.Tensor] = {}
+    for outcome in outcomes:
+        assert outcome.results == outcomes[0].results, "workers disagree about the results"
+        assert not state.keys() & outcome.state.keys(), "a tensor has two owners"
+        state.update(outcome.state)
+    steps = {n for o in outcomes for n in o.steps.values()}
+    assert len(steps) == 1, f"slabs have made different numbers of updates: {steps}"
+    return outcomes[0].results, state
+
+
+def assert_same(
+    actual: tuple[tuple[StepResult, ...], dict[str, torch.Tensor]],
+    expected: tuple[tuple[StepResult, ...], dict[str, torch.Tensor]],
+) -> None:
+    """Losses to 1e-6 relative; weights and moments tensor by tensor."""
+    for number, (a, e) in enumerate(zip(actual[0], expected[0], strict=True)):
+        assert a.skipped == e.skipped
+        np.testing.assert_allclose(
+            a.losses, e.losses, rtol=1e-6, err_msg=f"loss of iteration {number}"
+        )
+        np.testing.assert_allclose(
+            a.grad_norm, e.grad_norm, rtol=2e-5, err_msg=f"norm of iteration {number}"
+        )
+    assert actual[1].keys() == expected[1].keys()
+    for name, value in expected[1].items():
+        error = torch.linalg.vector_norm(actual[1][name] - value)
+        assert error <= 5e-6 * torch.linalg.vector_norm(value), (
+            f"{name} differs by {error:.2e}, its norm is {torch.linalg.vector_norm(value):.2e}"
+        )
+
+
+def inject(
+    fault: str, holdings: Holdings, program: Program, rank: int, *, first: bool
+) -> Program:
+    """Break something on purpose; the comparison with one process must notice."""
+    if fault == "lost moments of one bias":
+        for slab in holdings if first else ():
+            for entry in slab.layout.entries:
+                if entry.name == "decoder.layers.1.mlp.linear_fc2.bias":
+                    slab.view(slab.exp_avg, entry).zero_()
+                    slab.view(slab.exp_avg_sq, entry).zero_()
+    elif fault == "lost step count":
+        for slab in holdings if first else ():
+            slab.steps = 0
+    elif fault == "wrong decay group":
+        for slab in holdings:
+            slab.layout = replace(slab.layout, decayed=slab.layout.numel)
+    elif fault == "norm counted twice":
+        for slab in holdings:
+            if slab.index == holdings.config.layers.tied_slab:
+                honest = type(slab).squared_norm
+                slab.squared_norm = lambda s=slab: 2 * honest(s)  # type: ignore[method-assign]
+    elif fault == "missing reduction":
+        lists = tuple(
+            tuple(i for i in ops if not isinstance(i, ReduceGradient) or i.slab != 2)
+            for ops in program.instructions
+        )
+        program = replace(program, instructions=lists)
+    elif fault == "missed micro-batch":
+        HANDLERS[Backward] = _forgetful_backward
+    else:
+        raise ValueError(fault)
+    return program
+
+
+def _forgetful_backward(executor: Executor, run: Any, op: Any) -> None:
+    """Backward that forgets the weight gradients of micro-batch 0 on the first stage."""
+    before = {slab.index: slab.grads.clone() for slab in executor.holdings}
+    Executor._backward(executor, run, op)
+    if op.micro_batch == 0 and op.stage == 0:
+        for slab in executor.holdings:
+            slab.grads.copy_(before[slab.index])

@@ -1,0 +1,124 @@
+#!/usr/bin/env python3
+"""Draw pipeline schedules in the terminal or to a picture.
+
+    python tools/draw_schedule.py --devices 4 --micro-batches 8
+    python tools/draw_schedule.py --devices 4 --micro-batches 8 --schedule gpipe 1f1b zb-h1 zb-v
+    python tools/draw_schedule.py --devices 4 --tokens 900,120,400,60,300 --schedule zb-v best
+    python tools/draw_schedule.py --plan "0:2@0,1 | 2:5@2 | 5:8@3" --micro-batches 6
+    python tools/draw_schedule.py --devices 8 --schedule zb-v --output zbv.svg
+
+Every operation takes one second for each unit of its stage: forward, input half and weight half of
+the backward alike. With --tokens, micro-batches take time in proportion to their tokens. ZB-V puts
+two stages of half the size on each device. 'best' is the shortest that the search finds on the
+layout of ZB-V.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+if str(ROOT) not in sys.path:
+    sys.path.insert(0, str(ROOT))
+
+from megatron_flex.planner.plan import Plan, PlanError, Stage
+from megatron_flex.schedule import draw
+from megatron_flex.schedule.costs import OpCosts
+from megatron_flex.schedule.list_scheduler import POLICIES, policy, search, simulate
+from megatron_flex.schedule.placement import Placement
+from megatron_flex.schedule.replay import replay_program
+from megatron_flex.schedule.text import load
+
+BEST = "best"
+#: Layouts with two stages on each device, in a V.
+V_SHAPED = ("zb-v", BEST)
+
+
+def parse_arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
+    """Command line of the tool."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--devices", type=int, default=4, help="devices of an even pipeline")
+    what.add_argument("--plan", help="all stages, such as '0:5@0,1 | 5:8@2'")
+    what.add_argument("--program", type=Path, help="a saved program, whose order is drawn")
+    parser.add_argument("--micro-batches", type=int, default=8)
+    parser.add_argument("--tokens", help="tokens of each micro-batch, such as 900,120,400,60")
+    parser.add_argument(
+        "--schedule", nargs="+", default=["1f1b"], choices=[*POLICIES, BEST], metavar="NAME",
+        help=f"one or more of {', '.join(POLICIES)}, {BEST}",
+    )  # fmt: skip
+    parser.add_argument("--transfer", type=float, default=0.0, metavar="SECONDS",
+                        help="time on the link of a mean micro-batch")  # fmt: skip
+    parser.add_argument("--width", type=int, help="characters for the time axis")
+    parser.add_argument("--output", type=Path, help="picture to write (.svg, .png or .pdf)")
+    return parser.parse_args(given)
+
+
+def even_plan(devices: int, v: bool) -> Plan:
+    """One unit a stage, one or (in a V) two stages a device."""
+    stages = 2 * devices if v else devices
+    return Plan(tuple(Stage(i, i + 1, (min(i, 2 * devices - 1 - i),)) for i in range(stages)))
+
+
+def make(args: argparse.Namespace, name: str) -> Placement:
+    """The schedule that the arguments describe, under one policy."""
+    program = load(args.program) if args.program else None
+    unit = 1.0
+    if program is not None:
+        plan = program.plan
+    elif args.plan:
+        plan = Plan.parse(args.plan)
+    else:
+        plan = even_plan(args.devices, name in V_SHAPED)
+        unit = 0.5 if name in V_SHAPED else 1.0
+    if program is not None:
+        tokens = list(program.tokens)
+    elif args.tokens:
+        tokens = [int(word) for word in args.tokens.split(",")]
+    else:
+        tokens = [1] * args.micro_batches
+    if not tokens or min(tokens) < 1:
+        raise ValueError("there must be at least one micro-batch, and each needs a token")
+    mean = sum(tokens) / len(tokens)
+    sizes = [unit * (stage.stop - stage.start) for stage in plan.stages]
+    # Activations are counted in mean micro-batches on a mean device.
+    held = len(plan.devices) / max(plan.degrees) / sum(sizes)
+    relative = [t / mean for t in tokens]
+    costs = OpCosts.scaled(sizes, relative, transfer=args.transfer, activation=held)
+    if program is not None:
+        return replay_program(program, costs)
+    if name == BEST:
+        choice = search(plan, costs)
+        assert choice is not None  # without a limit there is always one
+        return choice.placement
+    return simulate(plan, costs, policy(name))
+
+
+def main(given: Sequence[str] | None = None) -> int:
+    """Draw what the command line asks for; the exit status."""
+    args = parse_arguments(given)
+    names = [str(args.program)] if args.program else args.schedule
+    for number, name in enumerate(names):
+        try:
+            placement = make(args, name)
+        except (OSError, PlanError, ValueError) as error:
+            print(f"draw_schedule: {error}", file=sys.stderr)
+            return 2
+        print(f"{'' if number == 0 else chr(10)}{name}")
+        print(draw.grid(placement, args.width, "micro-batches"))
+        if args.output:
+            path = args.output
+            if len(names) > 1:
+                path = path.with_name(f"{path.stem}-{name}{path.suffix}")
+            draw.save(placement, path, name)
+            print(f"picture: {path}")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,155 @@
+#!/usr/bin/env python3
+"""Tokenize JSONL into Megatron's .bin/.idx files, one document a line.
+
+    python tools/preprocess_data.py --input corpus.jsonl --output-prefix data/corpus \
+        --tokenizer-type SentencePieceTokenizer --tokenizer-model tokenizer.model \
+        --append-eod --workers 4
+
+writes data/corpus_text_document.bin and .idx. Flags are Megatron-LM's, and --strict,
+--append-eod-keys. Lines that cannot be used (broken JSON, invalid UTF-8, missing or non-string
+keys, empty texts) are skipped and counted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import glob
+import sys
+import warnings
+from functools import partial
+from pathlib import Path
+
+if __name__ == "__main__":  # from a clone, without installing
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from megatron_flex.data.encode import EncodeOptions
+from megatron_flex.data.errors import DataError
+from megatron_flex.data.preprocess import PreprocessOptions, preprocess
+from megatron_flex.tokenizers.base import TokenizerError
+from megatron_flex.tokenizers.build import TYPES, build_tokenizer
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    result = argparse.ArgumentParser(
+        description="Tokenize JSONL into Megatron's .bin/.idx files, one document a line.",
+        allow_abbrev=False,
+    )
+    group = result.add_argument_group("input data")
+    group.add_argument("--input", required=True, help="JSONL file or pattern; .gz is unpacked")
+    group.add_argument("--json-keys", nargs="+", default=["text"], help="values to take")
+    group.add_argument(
+        "--split-sentences",
+        action="store_true",
+        help="split documents into sentences (by rule; needed for BERT's sentence order)",
+    )
+    group.add_argument(
+        "--keep-newlines",
+        action="store_true",
+        help="with --split-sentences: leave white space between sentences in place",
+    )
+    group.add_argument(
+        "--strict", action="store_true", help="stop at the first line that is not perfect"
+    )
+    group = result.add_argument_group("tokenizer")
+    group.add_argument("--tokenizer-type", required=True, choices=TYPES)
+    group.add_argument("--tokenizer-model", help="SentencePiece model, or tokenizer.json")
+    group.add_argument("--vocab-file", help="vocab.json (GPT-2) or vocab.txt (BERT)")
+    group.add_argument("--merge-file", help="merges.txt (GPT-2)")
+    group.add_argument("--vocab-size", type=int, help="NullTokenizer: number of ids before the eod")
+    group.add_argument(
+        "--append-eod", action="store_true", help="end each document with the eod token"
+    )
+    group.add_argument(
+        "--append-eod-keys",
+        nargs="+",
+        metavar="KEY",
+        help="with --append-eod: only for these keys, such as the completion of a pair",
+    )
+    group = result.add_argument_group("output data")
+    group.add_argument("--output-prefix", required=True, help="path without _{key}_document.bin")
+    group = result.add_argument_group("runtime")
+    group.add_argument("--workers", type=int, required=True, help="processes, in all partitions")
+    group.add_argument("--partitions", type=int, default=1, help="shares that are written at once")
+    group.add_argument(
+        "--log-interval", type=int, default=1000, help="documents between updates of the counts"
+    )
+    group.add_argument(
+        "--keep-sequential-samples",
+        action="store_true",
+        help="with --partitions: keep the order of the lines",
+    )
+    return result
+
+
+def options(words: list[str] | None = None) -> PreprocessOptions:
+    """Read and check the command line.
+
+    Raises:
+        DataError, TokenizerError: something cannot be.
+    """
+    flags = parser().parse_args(words)
+    inputs = sorted(glob.glob(flags.input))
+    if not inputs:
+        raise DataError(f"--input {flags.input}: no such file")
+    if flags.append_eod_keys and not flags.append_eod:
+        raise DataError("--append-eod-keys has no effect without --append-eod")
+    unknown = set(flags.append_eod_keys or ()) - set(flags.json_keys)
+    if unknown:
+        raise DataError(f"--append-eod-keys {', '.join(sorted(unknown))}: not in --json-keys")
+    if flags.keep_newlines and not flags.split_sentences:
+        raise DataError("--keep-newlines has no effect without --split-sentences")
+    if flags.log_interval < 1:
+        raise DataError("--log-interval must be at least 1")
+    make = partial(
+        build_tokenizer,
+        flags.tokenizer_type,
+        tokenizer_model=flags.tokenizer_model,
+        vocab_file=flags.vocab_file,
+        merge_file=flags.merge_file,
+        vocab_size=flags.vocab_size,
+    )
+    eod_keys = tuple(flags.append_eod_keys or flags.json_keys) if flags.append_eod else ()
+    if flags.tokenizer_type.startswith("Bert") and not flags.split_sentences:
+        print(
+            "note: without --split-sentences, BERT has no sentence order (--bert-no-binary-head)",
+            file=sys.stderr,
+        )
+    return PreprocessOptions(
+        inputs=tuple(inputs),
+        output_prefix=flags.output_prefix,
+        make_tokenizer=make,
+        vocab_size=make().vocab_size,
+        encode=EncodeOptions(
+            keys=tuple(dict.fromkeys(flags.json_keys)),
+            split_sentences=flags.split_sentences,
+            keep_newlines=flags.keep_newlines,
+            eod_keys=eod_keys,
+            strict=flags.strict,
+        ),
+        workers=flags.workers,
+        partitions=flags.partitions,
+        keep_sequential_samples=flags.keep_sequential_samples,
+        log_interval=flags.log_interval,
+    )
+
+
+def main(words: list[str] | None = None) -> int:
+    """Command line; returns the exit status."""
+    # megatron-core says so at import; it plays no part here.
+    warnings.filterwarnings("ignore", message="Transformer Engine and Apex are not installed")
+    try:
+        chosen = options(words)
+        report = preprocess(chosen)
+    except (DataError, TokenizerError, OSError) as error:
+        print(f"preprocess_data: {error}", file=sys.stderr)
+        return 1
+    for line in report.lines():
+        print(line)
+    for key in chosen.encode.keys:
+        print(f"written: {chosen.prefix(key)}.bin and .idx")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
