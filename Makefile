@@ -18,8 +18,8 @@ PYTEST_ARGS ?=
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 LIBRARY := megatron_flex/libmegatron_flex.so
-KERNELS := $(shell find kernels -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name CMakeLists.txt) \
-           kernels/build.py
+KERNELS := $(shell find kernels/src kernels/cuda -type f) kernels/CMakeLists.txt kernels/build.py
+CPP := find kernels \( -name '*.cpp' -o -name '*.h' -o -name '*.inl' -o -name '*.cu' \)
 
 export OMP_NUM_THREADS := 1
 export PYTHONPATH := $(CURDIR)
@@ -39,9 +39,9 @@ soak: $(VENV)/.dev $(LIBRARY)
 lint: $(VENV)/.dev $(LIBRARY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/clang-format --dry-run -Werror $$(find kernels -name '*.cpp' -o -name '*.h' -o -name '*.cu')
+	$(BIN)/clang-format --dry-run -Werror $$($(CPP))
 	$(BIN)/mypy
-	$(BIN)/lint-imports
+	$(BIN)/lint-imports --no-logo
 
 native: $(LIBRARY)
 

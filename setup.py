@@ -10,9 +10,9 @@ from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).resolve().parent
-sys.path.insert(0, str(ROOT / "kernels"))
+sys.path.insert(0, str(ROOT))
 
-from build import LIBRARY, build_library, find_cmake
+from kernels.build import LIBRARY, build_library, find_cmake
 
 
 class BuildNative(build_ext):

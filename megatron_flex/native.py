@@ -26,31 +26,77 @@ _POINTER = ctypes.c_void_p
 SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     # attention.cpp
     "mflex_attention_run": (_INT, [_POINTER]),
+    # cross_entropy.cpp
+    "mflex_log_normalizers": (None, [_POINTER, _LONG, _LONG, _POINTER, _INT]),
+    "mflex_cross_entropy_gradients": (None, [*(_POINTER,) * 4, _LONG, _LONG, _INT]),
     # dropout.cpp
     "mflex_bias_dropout_add": (
         None,
-        [
-            *(_POINTER,) * 4,
-            _ULONG,
-            _LONG,
-            _LONG,
-            ctypes.c_uint32,
-            _FLOAT,
-            _INT,
-            _POINTER,
-            _INT,
-        ],
+        [*(_POINTER,) * 4, _ULONG, _LONG, _LONG, ctypes.c_uint32, _FLOAT, _INT, _POINTER, _INT],
     ),
+    "mflex_bias_dropout_add_by_lanes": (
+        None,
+        [*(_POINTER,) * 4, _ULONG, _LONG, _LONG, ctypes.c_uint32, _FLOAT, _INT, _POINTER]
+        + [_LONG, _LONG],
+    ),
+    # fixed_point.cpp
+    "mflex_fixed_accumulate": (_INT, [_POINTER, _POINTER, _LONG, _INT, _INT]),
+    "mflex_fixed_finish": (None, [_POINTER, _POINTER, _LONG, _INT, _INT]),
+    # build_info.cpp
+    "mflex_built_with_cuda": (_INT, []),
+    # copies.h: segment_copy.cpp, cast_copy.cpp, varlen.cpp, chunked_copy.cpp
+    "mflex_segment_copy": (None, [*(_POINTER,) * 3, _LONG, _INT]),
+    "mflex_segment_tiles": (_LONG, [_POINTER, _LONG, _LONG, _POINTER]),
+    "mflex_cast_float32_to_bfloat16": (None, [_POINTER, _POINTER, _LONG, ctypes.c_uint32, _INT]),
+    "mflex_cast_bfloat16_to_float32": (None, [_POINTER, _POINTER, _LONG, _INT]),
+    "mflex_varlen_pack": (_LONG, [*(_POINTER,) * 3, *(_LONG,) * 3, _INT]),
+    "mflex_varlen_pad": (_LONG, [*(_POINTER,) * 3, *(_LONG,) * 3, _INT]),
+    "mflex_chunked_write": (None, [_POINTER, _POINTER, _LONG, _LONG, _POINTER, _ULONG, _INT]),
+    "mflex_chunked_read": (
+        _LONG,
+        [_POINTER, _POINTER, _LONG, _LONG, _POINTER, _ULONG, _LONG, _INT],
+    ),
+    "mflex_segment_copy_by_lanes": (None, [*(_POINTER,) * 4, *(_LONG,) * 3]),
+    "mflex_cast_float32_to_bfloat16_by_lanes": (
+        None,
+        [_POINTER, _POINTER, _LONG, ctypes.c_uint32, _LONG],
+    ),
+    "mflex_cast_bfloat16_to_float32_by_lanes": (None, [_POINTER, _POINTER, _LONG, _LONG]),
+    "mflex_varlen_by_lanes": (None, [*(_POINTER,) * 3, *(_LONG,) * 3, _INT, _LONG, _LONG]),
     # parallel.cpp
     "mflex_available_threads": (_INT, []),
     # planner_search.cpp, planner_shares.cpp
     "mflex_planner_search": (_LONG, [_POINTER, _LONG, _POINTER, _POINTER]),
     "mflex_planner_feasible": (_LONG, [_POINTER, _LONG, _DOUBLE]),
-    "mflex_planner_group": (None, [_POINTER, _POINTER, _LONG, _POINTER]),
+    "mflex_planner_group": (None, [_POINTER, _POINTER, _POINTER]),
     "mflex_planner_shares": (
         _LONG,
         [_POINTER, _POINTER, _LONG, _LONG, _LONG, _POINTER, _POINTER, _POINTER],
     ),
+    # swiglu.cpp
+    "mflex_swiglu": (None, [_POINTER, _POINTER, _LONG, _LONG, _INT, _POINTER, _INT]),
+    # kernels/cuda, with CUDA only; results are CUDA's error codes, the last argument a stream
+    "mflex_cuda_segment_copy": (_INT, [*(_POINTER,) * 4, *(_LONG,) * 4]),
+    "mflex_cuda_cast_float32_to_bfloat16": (
+        _INT,
+        [_POINTER, _POINTER, _LONG, ctypes.c_uint32, _LONG],
+    ),
+    "mflex_cuda_cast_bfloat16_to_float32": (_INT, [_POINTER, _POINTER, _LONG, _LONG]),
+    "mflex_cuda_varlen_pack": (_INT, [*(_POINTER,) * 3, *(_LONG,) * 4]),
+    "mflex_cuda_varlen_pad": (_INT, [*(_POINTER,) * 3, *(_LONG,) * 4]),
+    "mflex_cuda_chunked_write": (
+        _INT,
+        [_POINTER, _POINTER, _LONG, _LONG, _POINTER, _ULONG, _LONG],
+    ),
+    "mflex_cuda_copy": (_INT, [_POINTER, _POINTER, _LONG, _LONG]),
+    "mflex_cuda_host_register": (_INT, [_POINTER, _LONG]),
+    "mflex_cuda_host_unregister": (_INT, [_POINTER]),
+    "mflex_cuda_host_address": (_INT, [_POINTER, _POINTER]),
+    "mflex_cuda_bias_dropout_add": (
+        _INT,
+        [*(_POINTER,) * 4, _ULONG, _LONG, _LONG, ctypes.c_uint32, _FLOAT, _INT, _POINTER, _LONG],
+    ),
+    "mflex_cuda_error_text": (ctypes.c_char_p, [_INT]),
 }
 
 
@@ -86,6 +132,11 @@ def function(name: str) -> Callable[..., Any]:
     try:
         found = getattr(library(), name)
     except AttributeError:
+        if name.startswith("mflex_cuda_") and not library().mflex_built_with_cuda():
+            raise NativeError(
+                "the native library was built without CUDA: put nvcc on PATH, then build it again"
+                " with `make native` or `pip install .`"
+            ) from None
         raise NativeError(
             f"the native library {LIBRARY} has no function {name}: it is older than this package;"
             " build it again with `make native` or `pip install .`"

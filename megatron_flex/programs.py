@@ -12,6 +12,7 @@ from megatron_flex.schedule.costs import OpCosts
 from megatron_flex.schedule.instructions import Program
 from megatron_flex.schedule.list_scheduler import build
 from megatron_flex.schedule.list_scheduler import policy as policy_named
+from megatron_flex.schedule.transition import Transition
 
 BYTES_PER_ACTIVATION = 4
 """Only proportions matter here: the order of a program does not depend on the unit of memory."""
@@ -47,10 +48,12 @@ def build_program(
     *,
     policy: str = "1f1b",
     forward_only: bool = False,
+    switch: Transition | None = None,
 ) -> Program:
     """The instruction lists of one iteration for all devices.
 
-    ``policy`` is a schedule's name; ``forward_only`` makes an evaluation. Raises ``ValueError``
+    ``policy`` is a schedule's name; ``forward_only`` makes an evaluation; ``switch`` leads to the
+    next iteration's plan. Raises ``ValueError``
     if the policy is unknown or the plan does not fit the model and the world.
     """
     return build(
@@ -61,4 +64,5 @@ def build_program(
         policy_named(policy),
         world_size=world_size,
         forward_only=forward_only,
+        switch=switch,
     ).program

@@ -8,16 +8,20 @@ from dataclasses import replace
 import torch
 
 from megatron_flex.arguments import dump
+from megatron_flex.checkpoint.errors import CheckpointError
 from megatron_flex.config.config import Config
 from megatron_flex.data.batches import BatchSource, GlobalBatch
-from megatron_flex.learning_rate import LearningRateSchedule
+from megatron_flex.data.errors import DataError
+from megatron_flex.learning_rate import LearningRateSchedule, ScheduleError
 from megatron_flex.loop.assemble import Parts, assemble
 from megatron_flex.loop.checkpointing import Checkpoints
 from megatron_flex.loop.evaluation import evaluate
 from megatron_flex.loop.iteration import Iterations, cost_coefficients
 from megatron_flex.loop.stopping import Stopping
+from megatron_flex.model.attention import check_attention
 from megatron_flex.model.config import loss_names
 from megatron_flex.planner.flops import iteration_flops
+from megatron_flex.planner.plan import PlanError
 from megatron_flex.runtime.executor import Executor, StepResult
 from megatron_flex.runtime.holdings import Holdings
 from megatron_flex.runtime.launch import start
@@ -28,19 +32,45 @@ from megatron_flex.telemetry.profiler import Profiler
 from megatron_flex.telemetry.progress import ProgressLog
 from megatron_flex.telemetry.record import IterationRecord, ValidationRecord
 from megatron_flex.telemetry.recorder import open_recorder
+from megatron_flex.telemetry.sink import TelemetryError
 from megatron_flex.telemetry.throughput import known_peak_flops
+from megatron_flex.tokenizers.base import TokenizerError
+
+EXPECTED = (
+    CheckpointError,
+    DataError,
+    PlanError,
+    ScheduleError,
+    TelemetryError,
+    TokenizerError,
+)
+"""What a user can put right: the message says how, a traceback would only hide it."""
 
 
 def pretrain(config: Config) -> None:
-    """Train, validate and save as the flags say. Every worker of the job calls this."""
-    world = start(config.parallel.distributed_backend, config.parallel.distributed_timeout_minutes)
+    """Train, validate and save as the flags say. Every worker of the job calls this.
+
+    Raises ``SystemExit`` with one message for what the user can put right, and
+    ``CommunicationError`` where another worker failed first.
+    """
+    p = config.parallel
+    world, failure = start(p.distributed_backend, p.distributed_timeout_minutes)
     if world.rank == 0:
         print(dump(config), flush=True)
-    trainer = Trainer(config, world, assemble(config))
-    if not config.evaluation.skip_train:
-        trainer.train()
-    trainer.final_evaluation()
-    trainer.close()
+    with failure.watch():
+        try:
+            parts = assemble(config)
+            try:
+                check_attention(parts.model, world.device)
+            except ValueError as error:
+                raise SystemExit(str(error)) from error
+            trainer = Trainer(config, world, parts)
+            try:
+                trainer.run()
+            finally:
+                trainer.recorder.close()
+        except EXPECTED as error:
+            raise SystemExit(str(error)) from error
 
 
 class Trainer:
@@ -86,34 +116,37 @@ class Trainer:
             for samples in getattr(getattr(parts, split), "sets", ()):
                 self._say(f" {split} data: {samples.selection.counts}")
 
-    def train(self) -> None:
-        """Iterations until the run is complete or has a reason to stop."""
+    def run(self) -> None:
+        """The whole run: training, then validation and test, unless training was stopped."""
+        if self.config.evaluation.skip_train or self.train():
+            self.final_evaluation()
+        self.checkpoints.close()
+
+    def train(self) -> bool:
+        """Iterations until the run is complete (``True``) or has a reason to stop (``False``)."""
         source = self.parts.train
         assert source is not None, "arguments were checked"
-        evaluation = self.config.evaluation
+        options = self.config
         last_saved = self.progress.iteration
         reason = None
         while reason is None and (batch := self._next_batch(source)) is not None:
             self.profiler.before(self.progress.iteration)
             result = self._step(source, batch)
-            iteration = self.progress.iteration
-            interval = evaluation.eval_interval
-            if interval is not None and iteration % interval == 0:
-                self._evaluate(self.parts.valid, f"iteration {iteration}")
-            reason = self.stopping.reason(iteration, result.signals)
-            if result.signals[-1]:  # a save in the background failed on some worker
+            iteration, signals = self.progress.iteration, result.signals
+            if _due(options.evaluation.eval_interval, iteration) and not any(signals):
+                signals = self._evaluate(self.parts.valid, f"iteration {iteration}")
+            reason = self.stopping.reason(iteration, signals)
+            if any(signals[2:]):  # a save in the background failed on some worker
                 self.checkpoints.close()
-            interval = self.config.checkpoint.save_interval
-            if interval is not None and iteration % interval == 0:
+            if _due(options.checkpoint.save_interval, iteration):
                 self._save()
                 last_saved = iteration
         self.profiler.close()
-        if self.config.checkpoint.save is not None and last_saved != self.progress.iteration:
+        if options.checkpoint.save is not None and last_saved != self.progress.iteration:
             self._save()
         if reason is not None:
             self._say(f" {reason}")
-            self.close()
-            raise SystemExit(0)
+        return reason is None
 
     def final_evaluation(self) -> None:
         """Validate and test at the end of the run, as Megatron-LM does."""
@@ -122,10 +155,10 @@ class Trainer:
             self._evaluate(self.parts.valid, f"{at} on validation set")
             self._evaluate(self.parts.test, f"{at} on test set", test=True)
 
-    def close(self) -> None:
-        """Write out what is pending."""
-        self.checkpoints.close()
-        self.recorder.close()
+    @property
+    def _signals(self) -> tuple[bool, ...]:
+        """What this worker wants all to know: see ``Stopping``, and whether a save failed."""
+        return *self.stopping.signals, self.checkpoints.failed
 
     # ---- one iteration -----------------------------------------------------------------------
 
@@ -147,7 +180,7 @@ class Trainer:
             source,
             batch,
             step_size=StepSize(rate, self.schedule.weight_decay),
-            signals=(*self.stopping.signals, self.checkpoints.failed),
+            signals=self._signals,
             count_zeros=self.config.logging.log_num_zeros_in_grad,
         )
         if not result.skipped:
@@ -194,13 +227,18 @@ class Trainer:
         owned = [self.holdings.slabs[s].params.double() for s in self.holdings.owned]
         return self.world.sum(sum(p.square().sum().item() for p in owned)) ** 0.5
 
-    def _evaluate(self, source: BatchSource | None, where: str, *, test: bool = False) -> None:
+    def _evaluate(
+        self, source: BatchSource | None, where: str, *, test: bool = False
+    ) -> tuple[bool, ...]:
+        """Evaluate and record; the signals of all workers at its end, which may cut it short."""
         options = self.config.evaluation
         batches = None if options.full_validation else options.eval_iters
         if source is None or batches == 0:
-            return
+            return ()
         size = self.config.training.global_batch_size
-        found = evaluate(self.iterations, source, size, batches)
+        found = evaluate(self.iterations, source, size, batches, lambda: self._signals)
+        if any(found.signals):
+            return found.signals
         if batches is not None and found.samples < batches * size:
             self._say(f" evaluating on all {found.samples} samples there are, fewer than"
                       f" {batches} batches of {size}")  # fmt: skip
@@ -209,6 +247,7 @@ class Trainer:
             ValidationRecord(where, progress.iteration, progress.consumed_samples, found.losses,
                              found.samples, found.tokens, test)
         )  # fmt: skip
+        return found.signals
 
     def _save(self) -> None:
         self.checkpoints.save(self.progress, self.schedule, self.coefficients)
@@ -222,6 +261,10 @@ class Trainer:
     def _say(self, line: str) -> None:
         if self.speaks:
             print(line, flush=True)
+
+
+def _due(interval: int | None, iteration: int) -> bool:
+    return interval is not None and iteration % interval == 0
 
 
 def _peak_flops(config: Config) -> float | None:

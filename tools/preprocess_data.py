@@ -18,15 +18,18 @@ import sys
 import warnings
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 if __name__ == "__main__":  # from a clone, without installing
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron_flex.data.encode import EncodeOptions
 from megatron_flex.data.errors import DataError
-from megatron_flex.data.preprocess import PreprocessOptions, preprocess
 from megatron_flex.tokenizers.base import TokenizerError
 from megatron_flex.tokenizers.build import TYPES, build_tokenizer
+
+if TYPE_CHECKING:
+    from megatron_flex.data.preprocess import PreprocessOptions
 
 
 def parser() -> argparse.ArgumentParser:
@@ -88,6 +91,9 @@ def options(words: list[str] | None = None) -> PreprocessOptions:
     Raises:
         DataError, TokenizerError: something cannot be.
     """
+    # Imported here because it loads PyTorch, and each worker process imports this file.
+    from megatron_flex.data.preprocess import PreprocessOptions
+
     flags = parser().parse_args(words)
     inputs = sorted(glob.glob(flags.input))
     if not inputs:
@@ -138,6 +144,8 @@ def main(words: list[str] | None = None) -> int:
     """Command line; returns the exit status."""
     # megatron-core says so at import; it plays no part here.
     warnings.filterwarnings("ignore", message="Transformer Engine and Apex are not installed")
+    from megatron_flex.data.preprocess import preprocess
+
     try:
         chosen = options(words)
         report = preprocess(chosen)

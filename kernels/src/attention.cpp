@@ -1,8 +1,8 @@
 // Variable-length attention on the CPU, with keyed dropout of the probabilities.
 //
-// Samples lie one after the other; a token attends to its own sample. Scores exist only as blocks of
-// kQueries x kKeys, so memory is linear in the length. One work item is one kv group of one sample;
-// items write disjoint outputs, so the result does not depend on the number of threads.
+// Samples lie one after the other; a token attends to its own sample. Scores exist only as blocks
+// of kQueries x kKeys, so memory is linear in the length. One work item is one kv group of one
+// sample; items write disjoint outputs, so the result does not depend on the number of threads.
 #include <algorithm>
 #include <atomic>
 #include <cmath>
@@ -12,6 +12,7 @@
 
 #include "api.h"
 #include "dropout_hash.h"
+#include "floats.h"
 #include "parallel.h"
 
 namespace mflex {
@@ -72,45 +73,13 @@ struct Attention {
   }
 };
 
-#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
-#define MFLEX_DISPATCH 1
-#pragma GCC push_options
-#pragma GCC target("arch=x86-64-v4")
-#define MFLEX_LANES 16
-#define MFLEX_TILE_ROWS 12
-namespace v4 {
-#include "attention_kernel.inl"
-}
-#undef MFLEX_LANES
-#undef MFLEX_TILE_ROWS
-#pragma GCC pop_options
-
-#pragma GCC push_options
-#pragma GCC target("arch=x86-64-v3")
-#define MFLEX_LANES 8
-#define MFLEX_TILE_ROWS 6
-namespace v3 {
-#include "attention_kernel.inl"
-}
-#undef MFLEX_LANES
-#undef MFLEX_TILE_ROWS
-#pragma GCC pop_options
-#endif
-
-#define MFLEX_LANES 4
-#define MFLEX_TILE_ROWS 4
-namespace baseline {
-#include "attention_kernel.inl"
-}
+#define MFLEX_BODY "attention_kernel.inl"
+#include "levels.inl"
 
 using Item = void (*)(const Attention&, int64_t, int64_t, bool, float*);
 
-Item best_item() {
-#if defined(MFLEX_DISPATCH)
-  if (__builtin_cpu_supports("x86-64-v4")) return v4::item;
-  if (__builtin_cpu_supports("x86-64-v3")) return v3::item;
-#endif
-  return baseline::item;
+Item item_of(int level) {
+  return MFLEX_AT_LEVEL(level, item);
 }
 
 // Floats of scratch memory that one item of `length` tokens needs; an upper bound for each form.
@@ -124,8 +93,7 @@ int64_t scratch_floats(const Attention& p, int64_t length, bool back) {
 }
 
 // False if scratch memory could not be had.
-bool run(const Attention& p, bool back, int threads) {
-  static const Item item = best_item();
+bool run(const Attention& p, Item item, bool back, int threads) {
   // Longest first, each taken by whichever thread is free.
   std::vector<int64_t> order(p.samples);
   for (int64_t i = 0; i < p.samples; ++i) order[i] = i;
@@ -172,9 +140,11 @@ struct mflex_attention {
   uint32_t threshold;       // drop probability times 2^32
   int32_t causal, dtype;    // dtype 0 float32, 1 bfloat16
   int32_t threads;
+  int32_t level;  // instruction set: 0 for the newest, else see levels.inl
 };
 
-// Forward pass, or the backward pass where grad_output is set. Returns 0, or 1 if memory ran out.
+// Forward pass, or the backward pass where grad_output is set. Returns 0, 1 if memory ran out, 2 if
+// this processor does not have the instruction set.
 MFLEX_API int32_t mflex_attention_run(const mflex_attention* a) {
   mflex::Attention p{};
   p.q = a->query;
@@ -208,5 +178,8 @@ MFLEX_API int32_t mflex_attention_run(const mflex_attention* a) {
   p.sites = a->sites;
   p.threshold = a->threshold;
   p.keep_scale = a->keep_scale;
-  return mflex::run(p, a->grad_output != nullptr, a->threads) ? 0 : 1;
+  static const mflex::Item newest = mflex::item_of(0);
+  const mflex::Item item = a->level == 0 ? newest : mflex::item_of(a->level);
+  if (item == nullptr) return 2;
+  return mflex::run(p, item, a->grad_output != nullptr, a->threads) ? 0 : 1;
 }

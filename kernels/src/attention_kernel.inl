@@ -1,55 +1,10 @@
-// The body of the CPU attention kernels, for one vector width. attention.cpp includes it once for
-// each instruction set, inside a namespace of its own and with these macros set:
-//   MFLEX_LANES        floats in a vector
-//   MFLEX_TILE_ROWS    rows of a register tile; it is two vectors wide
-
-using Vec = float __attribute__((vector_size(MFLEX_LANES * 4), may_alias));
-using IntVec = int32_t __attribute__((vector_size(MFLEX_LANES * 4), may_alias));
-constexpr int64_t kLanes = MFLEX_LANES;
-constexpr int kTileRows = MFLEX_TILE_ROWS;
-
-MFLEX_INLINE Vec& at(float* p) { return *reinterpret_cast<Vec*>(p); }
-MFLEX_INLINE const Vec& at(const float* p) { return *reinterpret_cast<const Vec*>(p); }
-MFLEX_INLINE int64_t padded(int64_t n) { return (n + kLanes - 1) / kLanes * kLanes; }
-
-// e^x to about one unit in the last place; exactly 0 below -87.3.
-MFLEX_INLINE Vec exponential(Vec x) {
-  constexpr float kLowest = -87.3f, kMagic = 12582912.0f;
-  const Vec lowest = Vec{} + kLowest;
-  const Vec clamped = x < lowest ? lowest : x;
-  const Vec shifted = clamped * 1.44269504088896341f + kMagic;
-  const Vec n = shifted - kMagic;
-  Vec r = clamped - n * 0.693359375f;
-  r = r - n * -2.12194440e-4f;
-  Vec y = Vec{} + 1.9875691500e-4f;
-  y = y * r + 1.3981999507e-3f;
-  y = y * r + 8.3334519073e-3f;
-  y = y * r + 4.1665795894e-2f;
-  y = y * r + 1.6666665459e-1f;
-  y = y * r + 5.0000001201e-1f;
-  y = y * r * r + r + 1.0f;
-  const IntVec exponent = (reinterpret_cast<IntVec>(shifted) - 0x4B400000) << 23;
-  const IntVec bits = reinterpret_cast<IntVec>(y) + exponent;
-  const Vec result = x < lowest ? Vec{} : reinterpret_cast<Vec>(bits);
-  return x == x ? result : x;  // NaN stays NaN
-}
-
-MFLEX_INLINE float horizontal_sum(Vec v) {
-  float sum = 0.0f;
-  for (int i = 0; i < kLanes; ++i) sum += v[i];
-  return sum;
-}
-
-MFLEX_INLINE float horizontal_max(Vec v) {
-  float best = v[0];
-  for (int i = 1; i < kLanes; ++i) best = v[i] > best ? v[i] : best;
-  return best;
-}
+// The body of the CPU attention kernels, for one vector width. attention.cpp includes it through
+// levels.inl once for each instruction set, inside a namespace of its own.
 
 // c[R, C vectors] (+)= a[R, depth] b[depth, C vectors]; a's element (r, k) is a[r * ra + k * ca].
 template <int R, int C>
-MFLEX_INLINE void tile(const float* a, int64_t ra, int64_t ca, const float* b, int64_t ldb, float* c,
-                       int64_t ldc, int64_t depth, bool add) {
+MFLEX_INLINE void tile(const float* a, int64_t ra, int64_t ca, const float* b, int64_t ldb,
+                       float* c, int64_t ldc, int64_t depth, bool add) {
   Vec sum[R][C];
   for (int r = 0; r < R; ++r)
     for (int j = 0; j < C; ++j) sum[r][j] = add ? at(c + r * ldc + j * kLanes) : Vec{};
@@ -176,12 +131,12 @@ template <typename T>
 void forward(const Attention& p, int64_t sample, int64_t group, float* scratch) {
   const int64_t begin = p.offsets[sample], length = p.offsets[sample + 1] - begin;
   const int64_t depth = p.depth, width = padded(depth), blocks = (length + kKeys - 1) / kKeys;
-  float* keys = scratch;                            // [blocks][depth, kKeys]
-  float* values = keys + blocks * kKeys * depth;    // [length, width]
-  float* queries = values + length * width;         // [kQueries, width]
-  float* scores = queries + kQueries * width;       // [kQueries, kKeys]
-  float* sums = scores + kQueries * kKeys;          // [kQueries, width]
-  float* line = sums + kQueries * width;            // [depth]
+  float* keys = scratch;                          // [blocks][depth, kKeys]
+  float* values = keys + blocks * kKeys * depth;  // [length, width]
+  float* queries = values + length * width;       // [kQueries, width]
+  float* scores = queries + kQueries * width;     // [kQueries, kKeys]
+  float* sums = scores + kQueries * kKeys;        // [kQueries, width]
+  float* line = sums + kQueries * width;          // [depth]
   float highest[kQueries], normalizer[kQueries];
   pack_transposed(p, p.key<T>(begin, group), p.key_stride, begin, length, true, line, keys);
   pack_rows(p, p.value<T>(begin, group), p.value_stride, begin, length, width, false, 1.0f, values);
@@ -237,19 +192,19 @@ template <typename T>
 void backward(const Attention& p, int64_t sample, int64_t group, float* scratch) {
   const int64_t begin = p.offsets[sample], length = p.offsets[sample + 1] - begin;
   const int64_t depth = p.depth, width = padded(depth), blocks = (length + kKeys - 1) / kKeys;
-  float* keys_t = scratch;                              // [blocks][depth, kKeys]
-  float* values_t = keys_t + blocks * kKeys * depth;    // [blocks][depth, kKeys]
-  float* keys = values_t + blocks * kKeys * depth;      // [length, width], so are the next six
+  float* keys_t = scratch;                            // [blocks][depth, kKeys]
+  float* values_t = keys_t + blocks * kKeys * depth;  // [blocks][depth, kKeys]
+  float* keys = values_t + blocks * kKeys * depth;    // [length, width], so are the next six
   float* queries = keys + length * width;
-  float* outer = queries + length * width;              // gradient of the output
+  float* outer = queries + length * width;  // gradient of the output
   float* grad_q = outer + length * width;
   float* grad_k = grad_q + length * width;
   float* grad_v = grad_k + length * width;
-  float* scores = grad_v + length * width;              // [kQueries, kKeys]: dropped probabilities
-  float* slopes = scores + kQueries * kKeys;            // [kQueries, kKeys]: gradient of the scores
-  float* delta = slopes + kQueries * kKeys;             // [length]
+  float* scores = grad_v + length * width;    // [kQueries, kKeys]: dropped probabilities
+  float* slopes = scores + kQueries * kKeys;  // [kQueries, kKeys]: gradient of the scores
+  float* delta = slopes + kQueries * kKeys;   // [length]
   alignas(64) float mask[kKeys];
-  float* line = delta + length;                         // [depth]
+  float* line = delta + length;  // [depth]
   const T *key = p.key<T>(begin, group), *value = p.value<T>(begin, group);
   pack_transposed(p, key, p.key_stride, begin, length, true, line, keys_t);
   pack_transposed(p, value, p.value_stride, begin, length, false, line, values_t);
@@ -303,8 +258,8 @@ void backward(const Attention& p, int64_t sample, int64_t group, float* scratch)
                  grad_v + k0 * width, width, true);
         multiply(seen, width, rows, slopes, 1, kKeys, queries + q0 * width, width,
                  grad_k + k0 * width, width, true);
-        multiply(rows, width, seen, slopes, kKeys, 1, keys + k0 * width, width,
-                 grad_q + q0 * width, width, true);
+        multiply(rows, width, seen, slopes, kKeys, 1, keys + k0 * width, width, grad_q + q0 * width,
+                 width, true);
       }
     }
     unpack_rows(p, grad_q, width, begin, length, true, p.scale, p.grad_query<T>(begin, head),

@@ -16,29 +16,29 @@ namespace {
 constexpr int64_t kGrain = 1 << 14;  // elements that are worth a thread
 
 template <typename T, bool kBias, bool kResidual>
-MFLEX_INLINE void rows(const T* x, const T* bias, const T* residual, const int64_t* tokens,
-                       uint64_t site, int64_t begin, int64_t end, int64_t columns,
-                       uint32_t threshold, float scale, T* out) {
+MFLEX_INLINE void rows(const BiasDropoutAdd<T>& a, int64_t begin, int64_t end) {
+  const T* bias = a.bias;
+  const int64_t columns = a.columns;
+  const uint32_t threshold = a.threshold;
+  const float scale = a.scale;
   for (int64_t row = begin; row < end; ++row) {
-    const RowKey key = row_key(tokens[row], site);
-    const T* source = x + row * columns;
-    const T* base = residual + (kResidual ? row * columns : 0);
-    T* target = out + row * columns;
+    const RowKey key = row_key(a.tokens[row], a.site);
+    const T* x = a.x + row * columns;
+    const T* residual = kResidual ? a.residual + row * columns : x;
+    T* out = a.out + row * columns;
     // out may be x itself: each element is read before it is written.
 #pragma GCC ivdep
     for (int64_t c = 0; c < columns; ++c) {
-      bias_dropout_add_element<T, kBias, kResidual>(source, bias, base, target, c, key, threshold,
-                                                    scale);
+      bias_dropout_add_element<T, kBias, kResidual>(x[c], kBias ? bias[c] : x[c], residual[c],
+                                                    out[c], c, key, threshold, scale);
     }
   }
 }
 
-#define MFLEX_ROWS(NAME, T, BIAS, RESIDUAL)                                                     \
-  MFLEX_CLONES void NAME(const T* x, const T* bias, const T* residual, const int64_t* tokens,   \
-                         uint64_t site, int64_t begin, int64_t end, int64_t columns,            \
-                         uint32_t threshold, float scale, T* out) {                             \
-    rows<T, BIAS, RESIDUAL>(x, bias, residual, tokens, site, begin, end, columns, threshold,    \
-                            scale, out);                                                        \
+// target_clones takes no templates.
+#define MFLEX_ROWS(NAME, T, BIAS, RESIDUAL)                                        \
+  MFLEX_CLONES void NAME(const BiasDropoutAdd<T>& a, int64_t begin, int64_t end) { \
+    rows<T, BIAS, RESIDUAL>(a, begin, end);                                        \
   }
 MFLEX_ROWS(rows_f32, float, false, false)
 MFLEX_ROWS(rows_f32_bias, float, true, false)
@@ -50,15 +50,28 @@ MFLEX_ROWS(rows_bf16_residual, BFloat16, false, true)
 MFLEX_ROWS(rows_bf16_both, BFloat16, true, true)
 #undef MFLEX_ROWS
 
-template <typename T, typename F>
-void run(F function, const void* x, const void* bias, const void* residual, const int64_t* tokens,
-         uint64_t site, int64_t count, int64_t columns, uint32_t threshold, float scale, void* out,
+template <typename T>
+using Rows = void (*)(const BiasDropoutAdd<T>&, int64_t, int64_t);
+
+template <typename T>
+void run(const BiasDropoutAdd<T>& a, Rows<T> plain, Rows<T> bias, Rows<T> residual, Rows<T> both,
          int threads) {
-  const int64_t grain = kGrain / (columns > 0 ? columns : 1) + 1;
-  parallel_for(count, grain, threads, [&](int64_t begin, int64_t end) {
-    function(static_cast<const T*>(x), static_cast<const T*>(bias),
-             static_cast<const T*>(residual), tokens, site, begin, end, columns, threshold, scale,
-             static_cast<T*>(out));
+  Rows<T> with_bias = a.residual != nullptr ? both : bias;
+  Rows<T> without = a.residual != nullptr ? residual : plain;
+  Rows<T> function = a.bias != nullptr ? with_bias : without;
+  const int64_t grain = kGrain / (a.columns > 0 ? a.columns : 1) + 1;
+  parallel_for(a.rows, grain, threads,
+               [&](int64_t begin, int64_t end) { function(a, begin, end); });
+}
+
+// As CUDA runs it, one thread after the other.
+template <typename T>
+void run_lanes(const BiasDropoutAdd<T>& a, int64_t blocks, int64_t threads) {
+  with_flags(a, [&](auto bias, auto residual, auto width) {
+    for (int64_t block = 0; block < blocks; ++block)
+      for (int64_t thread = 0; thread < threads; ++thread)
+        bias_dropout_add_lane<T, decltype(bias)::value, decltype(residual)::value,
+                              decltype(width)::value>(a, block, blocks, thread, threads);
   });
 }
 
@@ -74,14 +87,30 @@ MFLEX_API void mflex_bias_dropout_add(const void* x, const void* bias, const voi
                                       int32_t dtype, void* out, int32_t threads) {
   using namespace mflex;
   if (dtype == 0) {
-    auto* function = bias != nullptr ? (residual != nullptr ? rows_f32_both : rows_f32_bias)
-                                     : (residual != nullptr ? rows_f32_residual : rows_f32);
-    run<float>(function, x, bias, residual, tokens, site, rows, columns, threshold, scale, out,
-               threads);
+    run(bias_dropout_add_of<float>(x, bias, residual, tokens, site, rows, columns, threshold, scale,
+                                   out),
+        rows_f32, rows_f32_bias, rows_f32_residual, rows_f32_both, threads);
   } else {
-    auto* function = bias != nullptr ? (residual != nullptr ? rows_bf16_both : rows_bf16_bias)
-                                     : (residual != nullptr ? rows_bf16_residual : rows_bf16);
-    run<BFloat16>(function, x, bias, residual, tokens, site, rows, columns, threshold, scale, out,
-                  threads);
+    run(bias_dropout_add_of<BFloat16>(x, bias, residual, tokens, site, rows, columns, threshold,
+                                      scale, out),
+        rows_bf16, rows_bf16_bias, rows_bf16_residual, rows_bf16_both, threads);
+  }
+}
+
+// The same through the CUDA kernel's indexing, for a grid of `blocks` blocks of `threads` threads.
+MFLEX_API void mflex_bias_dropout_add_by_lanes(const void* x, const void* bias,
+                                               const void* residual, const int64_t* tokens,
+                                               uint64_t site, int64_t rows, int64_t columns,
+                                               uint32_t threshold, float scale, int32_t dtype,
+                                               void* out, int64_t blocks, int64_t threads) {
+  using namespace mflex;
+  if (dtype == 0) {
+    run_lanes(bias_dropout_add_of<float>(x, bias, residual, tokens, site, rows, columns, threshold,
+                                         scale, out),
+              blocks, threads);
+  } else {
+    run_lanes(bias_dropout_add_of<BFloat16>(x, bias, residual, tokens, site, rows, columns,
+                                            threshold, scale, out),
+              blocks, threads);
   }
 }

@@ -35,8 +35,8 @@ GroupModel::GroupModel(const mflex_planner_problem& problem, double extra_budget
       budget_(problem.budget, problem.devices, -1.0),
       class_end_(problem.devices) {
   for (int64_t d = problem.devices - 1; d >= 0; --d) {
-    const bool same = p_.classes > 0 && d + 1 < problem.devices &&
-                      p_.device_class[d] == p_.device_class[d + 1];
+    const bool same =
+        p_.classes > 0 && d + 1 < problem.devices && p_.device_class[d] == p_.device_class[d + 1];
     class_end_[d] = same ? class_end_[d + 1] : d + 1;
   }
 }
@@ -53,7 +53,7 @@ double GroupModel::top(int64_t degree, int64_t count) const {
   return p_.top_tokens[offset + std::min(count, p_.top_offset[degree + 1] - offset - 1)];
 }
 
-double GroupModel::wait(const Group& g, bool inner_hop) const {
+double GroupModel::wait(const Group& g) const {
   const int64_t begin = p_.front[g.begin], middle = p_.back[g.end];
   const bool has_front = p_.front[g.end] > begin, has_back = p_.back[g.begin] > middle;
   const int64_t entry = has_front ? begin : middle;
@@ -66,15 +66,15 @@ double GroupModel::wait(const Group& g, bool inner_hop) const {
         std::min(p_.share[degree] * forward, static_cast<double>(in_flight(begin, degree)) * mean);
     seconds = std::max(seconds, p_.first_forward[middle] - fill);
   }
-  if (entry > 0) seconds += inner_hop ? p_.hop_intra : p_.hop_inter;
+  if (entry > 0) seconds += inner_hop(g) ? p_.hop_intra : p_.hop_inter;
   return seconds;
 }
 
-double GroupModel::work(const Group& g, bool inner_hop) const {
+double GroupModel::work(const Group& g) const {
   double total = p_.work_prefix[g.end] - p_.work_prefix[g.begin];
   const int64_t begin = p_.front[g.begin];
   const int64_t entry = p_.front[g.end] > begin ? begin : p_.back[g.end];
-  if (entry > 0) total += inner_hop ? p_.hop_busy_intra : p_.hop_busy_inter;
+  if (entry > 0) total += inner_hop(g) ? p_.hop_busy_intra : p_.hop_busy_inter;
   return p_.share[g.last - g.first] * total;
 }
 
@@ -86,8 +86,8 @@ double GroupModel::tail(const Group& g) const {
   if (degree > 1) {
     const bool inner = one_server(g.first, g.last);
     const double turns = 2.0 * (degree - 1.0);
-    const double per_byte = turns / degree *
-                            (inner ? p_.intra_seconds_per_byte : p_.inter_seconds_per_byte);
+    const double per_byte =
+        turns / degree * (inner ? p_.intra_seconds_per_byte : p_.inter_seconds_per_byte);
     const double latency = turns * (inner ? p_.intra_latency : p_.inter_latency);
     double bytes = p_.reduce_prefix[g.end] - p_.reduce_prefix[g.begin];
     if (tied(g)) bytes -= p_.tied_reduce;
@@ -112,8 +112,7 @@ double GroupModel::late(const Group& g) const {
     const double seconds = seconds_prefix[g.end] - seconds_prefix[g.begin];
     const double early = std::min(1.0, p_.spare[row] / bytes);
     const double handover = handover_prefix[g.end] - handover_prefix[g.begin];
-    worst = std::max(worst,
-                     std::max(0.0, early * seconds - p_.hide) + (1.0 - early) * handover);
+    worst = std::max(worst, std::max(0.0, early * seconds - p_.hide) + (1.0 - early) * handover);
   }
   return worst;
 }
@@ -150,8 +149,8 @@ double GroupModel::optimisation(const Group& g, double excess) const {
   const double shards = p_.sharded ? static_cast<double>(degree) : 1.0;
   for (int side = 0; side < 2; ++side) {
     const double* counts = side == 0 ? p_.front_count_prefix : p_.back_count_prefix;
-    const bool present = side == 0 ? p_.front[g.end] > p_.front[g.begin]
-                                   : p_.back[g.begin] > p_.back[g.end];
+    const bool present =
+        side == 0 ? p_.front[g.end] > p_.front[g.begin] : p_.back[g.begin] > p_.back[g.end];
     if (!present) continue;
     const int64_t cap = in_flight(side == 0 ? p_.front[g.begin] : p_.back[g.end], degree);
     const double tokens = top(degree, cap);
@@ -173,8 +172,8 @@ double GroupModel::optimisation(const Group& g, double excess) const {
       }
       if (p_.offload_activations > 0.0) {
         const double per_token = count * p_.kind_activation[kind];
-        points[number++] = {per_token * away, 2.0 * per_token * p_.total_tokens * share *
-                                                  p_.host_seconds_per_byte};
+        points[number++] = {per_token * away,
+                            2.0 * per_token * p_.total_tokens * share * p_.host_seconds_per_byte};
       }
       if (number == 2) {
         if (points[0].bytes > points[1].bytes) std::swap(points[0], points[1]);
@@ -196,9 +195,8 @@ double GroupModel::optimisation(const Group& g, double excess) const {
       }
     }
   }
-  std::sort(items.begin(), items.end(), [](const Item& a, const Item& b) {
-    return a.seconds * b.bytes < b.seconds * a.bytes;
-  });
+  std::sort(items.begin(), items.end(),
+            [](const Item& a, const Item& b) { return a.seconds * b.bytes < b.seconds * a.bytes; });
   double seconds = 0.0;
   for (const Item& item : items) {
     if (item.bytes <= 0.0) continue;
@@ -215,9 +213,8 @@ double GroupModel::update(const Group& g) const {
   return p_.sharded ? seconds / static_cast<double>(g.last - g.first) : seconds;
 }
 
-double GroupModel::operator()(const Group& g, bool inner_hop, double limit,
-                              double update_limit) const {
-  double cost = wait(g, inner_hop) + work(g, inner_hop);
+double GroupModel::operator()(const Group& g, double limit, double update_limit) const {
+  double cost = wait(g) + work(g);
   if (cost > limit) return cost;
   if (update(g) > update_limit) return kInfinity;
   cost += tail(g);
@@ -228,10 +225,10 @@ double GroupModel::operator()(const Group& g, bool inner_hop, double limit,
   return cost;
 }
 
-GroupCost GroupModel::parts(const Group& g, bool inner_hop) const {
+GroupCost GroupModel::parts(const Group& g) const {
   GroupCost cost;
-  cost.wait = wait(g, inner_hop);
-  cost.work = work(g, inner_hop);
+  cost.wait = wait(g);
+  cost.work = work(g);
   cost.tail = tail(g);
   cost.late = late(g);
   cost.update = update(g);

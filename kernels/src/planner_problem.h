@@ -29,8 +29,8 @@ struct mflex_planner_problem {
   double intra_seconds_per_byte, intra_latency, inter_seconds_per_byte, inter_latency;
   double hop_intra, hop_inter;            // smallest micro-batch's activation from stage to stage
   double hop_busy_intra, hop_busy_inter;  // seconds that messages of all micro-batches block
-  double hide, handover_ratio;            // of state for the next plan; see cost.py
-  double host_seconds_per_byte;           // exposed seconds a byte between device and host
+  double hide;  // seconds of this iteration in which state for the next one may travel
+  double host_seconds_per_byte;                   // exposed seconds a byte between device and host
   double offload_optimizer, offload_activations;  // 1: allowed
   const double* work_prefix;
   const double* front_forward_prefix;
@@ -101,21 +101,24 @@ class GroupModel {
   explicit GroupModel(const mflex_planner_problem& problem, double extra_budget = 0);
 
   // Cost of a group; infinite when it does not fit or updates longer than `update_limit`. Stops
-  // early, with a lower bound, once the cost is above `limit`. `inner_hop`: the previous stage's
-  // last device is on the server of the whole group.
-  double operator()(const Group& group, bool inner_hop, double limit, double update_limit) const;
+  // early, with a lower bound, once the cost is above `limit`.
+  double operator()(const Group& group, double limit, double update_limit) const;
 
   // All parts, without limits. A group that cannot fit has an infinite `optimisation`.
-  GroupCost parts(const Group& group, bool inner_hop) const;
+  GroupCost parts(const Group& group) const;
 
   double update(const Group& group) const;
   bool one_server(int64_t first, int64_t last) const {
     return p_.server[first] == p_.server[last - 1];
   }
+  // The group and the device before it are on one server.
+  bool inner_hop(const Group& g) const {
+    return g.first > 0 && p_.server[g.first - 1] == p_.server[g.last - 1];
+  }
 
  private:
-  double wait(const Group& group, bool inner_hop) const;
-  double work(const Group& group, bool inner_hop) const;
+  double wait(const Group& group) const;
+  double work(const Group& group) const;
   double tail(const Group& group) const;
   double late(const Group& group) const;
   double bytes(const Group& group) const;

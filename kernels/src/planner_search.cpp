@@ -28,24 +28,26 @@ struct Found {
   double total() const { return cost + update; }
 };
 
-// What is known of the groups that end at a device, for one number of groups (or for any).
+// What is known of the groups that end at a device, for at most so many groups (or for any number).
 struct Reach {
   // Groups that end exactly at device x cover exact[x] steps (-1: none); the last of them begins
-  // at device `first[x]` with step `begin[x]`, after groups that end at device `previous[x]`.
+  // at device first[x] with step begin[x], after groups that end at device previous[x].
   std::vector<int64_t> exact, first, begin, previous;
-  // The best exact[x'] over x' <= x, and that x'; over all servers, and over the server of x only.
-  std::vector<int64_t> any_at, near_at;
+  // The x' <= x with the largest exact[x'].
+  std::vector<int64_t> best_at;
 };
 
 class Search {
  public:
-  // `max_groups` 0: any number of groups; otherwise exactly so many.
+  // `groups` 0: any number; otherwise at most so many.
   Search(const mflex_planner_problem& problem, int64_t groups, double extra_budget)
-      : p_(problem), model_(problem, extra_budget), groups_(groups), rows_(groups > 0 ? groups : 1) {
+      : p_(problem),
+        model_(problem, extra_budget),
+        groups_(groups),
+        rows_(groups > 0 ? groups : 1) {
     for (Reach& row : rows_) {
       const auto size = static_cast<size_t>(problem.devices + 1);
-      for (auto* field : {&row.exact, &row.first, &row.begin, &row.previous, &row.any_at,
-                          &row.near_at}) {
+      for (auto* field : {&row.exact, &row.first, &row.begin, &row.previous, &row.best_at}) {
         field->assign(size, -1);
       }
     }
@@ -53,20 +55,44 @@ class Search {
 
   Found best() {
     Found best = bottleneck(kInfinity, kInfinity);
-    const double floor = best.cost;  // no cut costs less
-    double limit = best.update;
-    while (std::isfinite(best.cost)) {
-      limit = next_update(limit);
-      const double target = best.total() * (1.0 - kTolerance) - limit;
-      if (limit < 0.0) break;
-      if (target < floor) continue;  // this update is too long for any cost
+    if (!std::isfinite(best.cost)) return best;
+    // No cut costs less; rounding must not hide one that costs the same.
+    const double floor = best.cost * (1.0 + kTolerance);
+    // The least update at that cost.
+    double low = 0.0;
+    while (next_update(best.update) > low) {
+      const double middle = 0.5 * (low + best.update);
       Found probe;
-      if (!check(target, limit, &probe)) {
-        if (!std::isfinite(rejected_)) break;  // no cut updates this fast
+      if (check(floor, middle, &probe)) {
+        best = std::move(probe);
+      } else {
+        low = middle;
+      }
+    }
+    // A smaller update at a higher cost: intervals of updates, each tried as a whole first with
+    // its largest update and the cost that its smallest would leave.
+    struct Interval {
+      double low, high;  // updates in (low, high)
+    };
+    std::vector<Interval> open{{0.0, best.update}};
+    while (!open.empty()) {
+      const auto [above, below] = open.back();
+      open.pop_back();
+      const double limit = next_update(below);
+      if (limit <= above) continue;
+      const bool single = next_update(limit) <= above;
+      const double target = best.total() * (1.0 - kTolerance) - (single ? limit : above);
+      Found probe;
+      if (target < floor || !check(target, limit, &probe)) continue;
+      if (single) {
+        Found found = bottleneck(limit, best.total());
+        if (found.total() < best.total()) best = std::move(found);
         continue;
       }
-      Found found = bottleneck(limit, best.total());
-      if (found.total() < best.total()) best = std::move(found);
+      if (probe.total() < best.total()) best = std::move(probe);
+      const double middle = 0.5 * (above + limit);
+      open.push_back({middle, below});
+      open.push_back({above, std::nextafter(middle, kInfinity)});
     }
     return best;
   }
@@ -130,14 +156,11 @@ class Search {
       rejected_ = p_.chain;
       return false;
     }
-    const auto count = static_cast<int64_t>(rows_.size());
-    for (int64_t row = 0; row < count; ++row) {
-      const bool first = groups_ == 0 || row == 0;
+    for (size_t row = 0; row < rows_.size(); ++row) {
+      // Without a limit on the groups, a row feeds itself.
       const Reach* before = groups_ == 0 ? &rows_[0] : row > 0 ? &rows_[row - 1] : nullptr;
-      // Later groups need a step each.
-      const int64_t most = groups_ == 0 ? p_.steps : p_.steps - (count - 1 - row);
-      if (fill(first, before, &rows_[row], most, theta, limit)) {
-        collect(row, found);
+      if (fill(before, &rows_[row], theta, limit)) {
+        collect(static_cast<int64_t>(row), found);
         return true;
       }
     }
@@ -145,25 +168,18 @@ class Search {
   }
 
   // Fills one row; true when all steps are covered (last_ is then where the last group ends).
-  bool fill(bool first, const Reach* before, Reach* row, int64_t most, double theta,
-            double limit) {
+  bool fill(const Reach* before, Reach* row, double theta, double limit) {
     const int64_t granule = p_.granule;
-    row->any_at[0] = row->near_at[0] = 0;
+    row->best_at[0] = 0;
     row->exact[0] = -1;
     for (int64_t x = granule; x <= p_.devices; x += granule) {
       int64_t own = -1;
       for (int64_t y = x - granule; y >= 0 && x - y <= p_.micro_batches; y -= granule) {
-        if (first) try_group({0, 0, y, x}, false, 0, most, theta, limit, row, &own);
+        try_group({0, 0, y, x}, 0, theta, limit, row, &own);
         if (before == nullptr || y == 0) continue;
-        const bool inside = model_.one_server(y, x) && p_.server[y - 1] == p_.server[y];
-        const int64_t near = inside ? before->near_at[y] : 0;
-        const int64_t any = before->any_at[y];
-        const int64_t near_reach = before->exact[near], any_reach = before->exact[any];
-        if (near_reach > 0) {
-          try_group({near_reach, 0, y, x}, true, near, most, theta, limit, row, &own);
-        }
-        if (any_reach > 0 && any_reach > near_reach) {
-          try_group({any_reach, 0, y, x}, false, any, most, theta, limit, row, &own);
+        const int64_t at = before->best_at[y];
+        if (before->exact[at] > 0) {
+          try_group({before->exact[at], 0, y, x}, at, theta, limit, row, &own);
         }
       }
       row->exact[x] = own;
@@ -171,32 +187,25 @@ class Search {
         last_ = x;
         return true;
       }
-      const int64_t y = x - granule;
-      row->any_at[x] = own > row->exact[row->any_at[y]] ? x : row->any_at[y];
-      // Groups whose last device is on the server of device x.
-      row->near_at[x] = 0;
-      if (x < p_.devices && p_.server[x - 1] == p_.server[x]) {
-        const int64_t inherited = p_.server[y] == p_.server[x] ? row->near_at[y] : 0;
-        row->near_at[x] = own > row->exact[inherited] ? x : inherited;
-      }
+      const int64_t inherited = row->best_at[x - granule];
+      row->best_at[x] = own > row->exact[inherited] ? x : inherited;
     }
     return false;
   }
 
   // Extends a group (its `end` is found here) as far as theta allows; keeps it if it goes furthest.
-  void try_group(Group g, bool inner_hop, int64_t previous, int64_t most, double theta,
-                 double limit, Reach* row, int64_t* own) {
+  void try_group(Group g, int64_t previous, double theta, double limit, Reach* row, int64_t* own) {
     const int64_t least = std::max(*own, g.begin) + 1;
-    if (least > most) return;
+    if (least > p_.steps) return;
     auto fits = [&](int64_t end) {
       g.end = end;
-      const double cost = model_(g, inner_hop, theta, limit);
+      const double cost = model_(g, theta, limit);
       if (cost <= theta && cost < kInfinity) return true;
       if (cost > theta) rejected_ = std::min(rejected_, cost);
       return false;
     };
     if (!fits(least)) return;
-    int64_t good = least, bad = most + 1;
+    int64_t good = least, bad = p_.steps + 1;
     for (int64_t stride = 1; good + stride < bad; stride *= 2) {
       if (fits(good + stride)) {
         good += stride;
@@ -223,9 +232,7 @@ class Search {
       const Reach& reach = rows_[groups_ > 0 ? row-- : 0];
       const Group g{reach.begin[x], reach.exact[x], reach.first[x], x};
       const int64_t previous = reach.previous[x];
-      const bool inner = previous > 0 && model_.one_server(g.first, g.last) &&
-                         p_.server[previous - 1] == p_.server[g.first];
-      found->cost = std::max(found->cost, model_(g, inner, kInfinity, kInfinity));
+      found->cost = std::max(found->cost, model_(g, kInfinity, kInfinity));
       found->update = std::max(found->update, model_.update(g));
       found->groups.push_back(g);
       x = previous;
@@ -246,10 +253,10 @@ class Search {
 
 // Writes groups as four integers each (begin step, end step, first device, last device + 1) and
 // returns how many; 0 when nothing fits. `cost` receives the cost and the update. `groups` 0: any
-// number, otherwise exactly so many.
+// number, otherwise at most so many.
 MFLEX_API int64_t mflex_planner_search(const mflex_planner_problem* problem, int64_t groups,
                                        int64_t* out, double* cost) {
-  if (groups > problem->devices || groups > problem->steps) return 0;
+  groups = std::min({groups, problem->devices, problem->steps});
   const mflex::Found found = mflex::Search(*problem, groups, 0.0).best();
   for (size_t i = 0; i < found.groups.size(); ++i) {
     const mflex::Group& g = found.groups[i];
@@ -269,11 +276,10 @@ MFLEX_API int64_t mflex_planner_feasible(const mflex_planner_problem* problem, i
 
 // Parts of one group's cost: wait, work, tail, late, optimisation, update, bytes, saved.
 MFLEX_API void mflex_planner_group(const mflex_planner_problem* problem, const int64_t* group,
-                                   int64_t inner_hop, double* out) {
+                                   double* out) {
   const mflex::GroupModel model(*problem);
-  const mflex::GroupCost c =
-      model.parts({group[0], group[1], group[2], group[3]}, inner_hop != 0);
-  const double values[8] = {c.wait, c.work, c.tail, c.late, c.optimisation, c.update, c.bytes,
-                            c.saved};
+  const mflex::GroupCost c = model.parts({group[0], group[1], group[2], group[3]});
+  const double values[8] = {c.wait,         c.work,   c.tail,  c.late,
+                            c.optimisation, c.update, c.bytes, c.saved};
   std::copy(values, values + 8, out);
 }

@@ -18,19 +18,19 @@ from megatron_flex.checkpoint.errors import CheckpointError, quiet, unwrap
 from megatron_flex.checkpoint.layout import locate
 from megatron_flex.checkpoint.manifest import (
     COMMON,
+    MODEL,
     Manifest,
+    TensorEntry,
     dtype_of,
     share_of,
     tensor_entry,
     verify_files,
 )
 from megatron_flex.checkpoint.ranks import DEFAULT_TIMEOUT, Ranks
-
-MODEL = "model"
-"""The key of ``common`` under which the model's configuration lies."""
+from megatron_flex.checkpoint.vocabulary import PADDED
 
 NOT_STRUCTURAL = frozenset(
-    {"hidden_dropout", "attention_dropout", "init_method_std", "seed", "params_dtype"}
+    {"hidden_dropout", "attention_dropout", "init_method_std", "seed", "params_dtype", PADDED}
 )
 """Fields of a model's configuration that may differ between saving and loading."""
 
@@ -47,7 +47,8 @@ def load(
     """Fill ``tensors`` from the checkpoint of ``iteration`` (default: the tracker's).
 
     Each rank gives the tensors it wants, by name; several may want the same. Shapes must be the
-    saved ones; a floating-point dtype may differ, values are cast then. ``model``, when given,
+    saved ones, but for rows that pad the vocabulary, which keep their values; a floating-point
+    dtype may differ, values are cast then. ``model``, when given,
     must agree with the saved ``common["model"]``. All files are compared with their checksums
     before anything is read from them, each by one rank. Returns the saved ``common``.
 
@@ -125,7 +126,7 @@ def check_tensors(manifest: Manifest, tensors: Mapping[str, torch.Tensor]) -> No
         )
     for name, tensor in tensors.items():
         entry = manifest.tensors[name]
-        if entry.shape != tuple(tensor.shape):
+        if entry.shape != tuple(tensor.shape) and not _repadded(entry, tensor):
             raise CheckpointError(
                 f"{name} has shape {list(entry.shape)} in the checkpoint and"
                 f" {list(tensor.shape)} in this run"
@@ -137,22 +138,36 @@ def check_tensors(manifest: Manifest, tensors: Mapping[str, torch.Tensor]) -> No
             )
 
 
+def _repadded(entry: TensorEntry, tensor: torch.Tensor) -> bool:
+    """Whether ``tensor`` is the saved one but for the number of rows that pad the vocabulary."""
+    if entry.rows is None or not tensor.dim() or entry.shape[0] == tensor.shape[0]:
+        return False
+    return entry.shape[1:] == tuple(tensor.shape[1:]) and tensor.shape[0] >= entry.rows
+
+
 def _read(path: Path, manifest: Manifest, tensors: Mapping[str, torch.Tensor]) -> None:
     """Read this rank's tensors, and compare those on the host with their checksums."""
     if not tensors:
         return
+    # A vocabulary padded to another size is read apart; the rows that pad it here stay as they are.
+    repadded = {
+        n: manifest.tensors[n] for n, t in tensors.items() if _repadded(manifest.tensors[n], t)
+    }
+    apart = {n: torch.empty(e.shape, dtype=dtype_of(e)) for n, e in repadded.items()}
     try:
         with quiet(True):
             dcp_load(
-                dict(tensors),
+                {**tensors, **apart},
                 storage_reader=FileSystemReader(path),
                 planner=DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
                 no_dist=True,
             )
     except CheckpointException as error:
         raise unwrap(error, f"reading {path}") from error
-    for name, tensor in tensors.items():
+    for name, entry in repadded.items():
+        tensors[name].detach()[: entry.rows].copy_(apart[name][: entry.rows])
+    for name, tensor in {**tensors, **apart}.items():
         entry = manifest.tensors[name]
         comparable = tensor.device.type == "cpu" and tensor.dtype == dtype_of(entry)
-        if comparable and tensor_entry(tensor) != entry:
+        if comparable and tensor_entry(tensor, entry.rows) != entry:
             raise CheckpointError(f"{name} of {path} does not match its checksum")

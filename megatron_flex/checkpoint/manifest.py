@@ -16,6 +16,8 @@ from megatron_flex.checkpoint.errors import CheckpointError, describe
 
 MANIFEST = "manifest.json"
 COMMON = "common.json"
+MODEL = "model"
+"""The key of the common state under which the model's configuration lies."""
 VERSION = 1
 
 _CHUNK = 8 << 20  # bytes read at a time
@@ -31,11 +33,21 @@ class FileEntry:
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """Shape, dtype (``float32``) and XXH3-128 digest of the values of one tensor."""
+    """Shape, dtype (``float32``) and XXH3-128 digest of the values of one tensor.
+
+    When ``rows`` is given, the digest covers the first ``rows`` rows only: the others pad the
+    vocabulary (see :mod:`megatron_flex.checkpoint.vocabulary`).
+    """
 
     shape: tuple[int, ...]
     dtype: str
     digest: str
+    rows: int | None = None
+
+    @classmethod
+    def from_json(cls, entry: Mapping[str, Any]) -> TensorEntry:
+        """Read what :func:`dataclasses.asdict` and JSON made of an entry."""
+        return cls(tuple(entry["shape"]), entry["dtype"], entry["digest"], entry["rows"])
 
     @property
     def bytes(self) -> int:
@@ -81,10 +93,7 @@ class Manifest:
         return cls(
             body["iteration"],
             {name: FileEntry(**entry) for name, entry in body["files"].items()},
-            {
-                name: TensorEntry(tuple(entry["shape"]), entry["dtype"], entry["digest"])
-                for name, entry in body["tensors"].items()
-            },
+            {name: TensorEntry.from_json(entry) for name, entry in body["tensors"].items()},
         )
 
 
@@ -100,13 +109,20 @@ def digest_of(data: bytes) -> str:
     return xxhash.xxh3_128_hexdigest(data)
 
 
-def tensor_entry(tensor: torch.Tensor) -> TensorEntry:
+def tensor_entry(tensor: torch.Tensor, rows: int | None = None) -> TensorEntry:
     """Describe a CPU tensor of any layout; equal values of equal dtype have equal digests."""
-    values = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
+    values = (
+        tensor.detach()[slice(rows) if rows is not None else ...]
+        .contiguous()
+        .reshape(-1)
+        .view(torch.uint8)
+        .numpy()
+    )
     return TensorEntry(
         tuple(tensor.shape),
         str(tensor.dtype).removeprefix("torch."),
         xxhash.xxh3_128_hexdigest(values.data),
+        rows,
     )
 
 

@@ -24,6 +24,7 @@ from megatron_flex.checkpoint.errors import CheckpointError, describe, quiet, un
 from megatron_flex.checkpoint.manifest import (
     COMMON,
     MANIFEST,
+    MODEL,
     FileEntry,
     Manifest,
     TensorEntry,
@@ -69,7 +70,7 @@ def save(
 
         temporary = Path(ranks.from_first(f"preparing the {what} in {directory}", prepare))
         try:
-            files, entries = _write(ranks, what, temporary, tensors)
+            files, entries = _write(ranks, what, temporary, tensors, common.get(MODEL, {}))
 
             def publish() -> str:
                 layout.write_synced(temporary / COMMON, text)
@@ -146,11 +147,15 @@ def _agree(
 
 
 def _write(
-    ranks: Ranks, what: str, temporary: Path, tensors: Mapping[str, torch.Tensor]
+    ranks: Ranks,
+    what: str,
+    temporary: Path,
+    tensors: Mapping[str, torch.Tensor],
+    model: Mapping[str, Any],
 ) -> tuple[dict[str, FileEntry], dict[str, TensorEntry]]:
     """Write all ranks' tensors; the first rank receives all entries, the others their own."""
     ranks.gather(f"opening the {what}", lambda: _require_shared(temporary))
-    planner = DigestPlanner()
+    planner = DigestPlanner(model)
     writer = DigestWriter(temporary, ranks, f"writing the {what}")
     try:
         with quiet(ranks.group is None):
@@ -179,8 +184,7 @@ def _write(
     entries: dict[str, TensorEntry] = {}
     for part in collected or ():
         files.update({name: FileEntry(**entry) for name, entry in part["files"].items()})
-        for name, entry in part["tensors"].items():
-            entries[name] = TensorEntry(tuple(entry["shape"]), entry["dtype"], entry["digest"])
+        entries.update({n: TensorEntry.from_json(entry) for n, entry in part["tensors"].items()})
     return files, entries
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import os
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -20,19 +20,25 @@ from torch.futures import Future
 from megatron_flex.checkpoint.errors import CheckpointError
 from megatron_flex.checkpoint.manifest import FileEntry, TensorEntry, tensor_entry
 from megatron_flex.checkpoint.ranks import Ranks
+from megatron_flex.checkpoint.vocabulary import token_rows
 
 
 class DigestPlanner(DefaultSavePlanner):
-    """The default planner; ``tensors`` has an entry for each tensor that this rank wrote."""
+    """The default planner; ``tensors`` has an entry for each tensor that this rank wrote.
 
-    def __init__(self) -> None:
+    ``model`` is the model's configuration, for the rows that only pad the vocabulary.
+    """
+
+    def __init__(self, model: Mapping[str, Any]) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
         self.tensors: dict[str, TensorEntry] = {}
+        self._model = model
 
     def transform_object(self, write_item: WriteItem, object: Any) -> torch.Tensor:
         """Bring the tensor to the host once, for its digest and for the file."""
         tensor: torch.Tensor = object.detach().cpu()
-        self.tensors[write_item.index.fqn] = tensor_entry(tensor)
+        name = write_item.index.fqn
+        self.tensors[name] = tensor_entry(tensor, token_rows(name, tensor.shape, self._model))
         return tensor
 
 

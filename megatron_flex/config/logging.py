@@ -32,12 +32,8 @@ class LoggingOptions:
     """Append tokens and floating-point operations so far to progress.txt in the --save directory
     at each checkpoint."""
 
-    timing_log_level: Literal[0, 1, 2] = 0
-    """0 reports the time of an iteration, 1 also that of its parts, 2 also that of each kind of
-    instruction."""
-
-    timing_log_option: Literal["max", "minmax", "all"] = "minmax"
-    """Report timings as the maximum, as minimum and maximum, or of all workers."""
+    timing_log_level: Literal[0] = 0
+    """0 reports the time of an iteration."""
 
     log_jsonl: str | None = option(None, own=True)
     """File that gets one JSON object an iteration. A resumed run replaces the iterations that it
@@ -53,7 +49,7 @@ class LoggingOptions:
     """Events that are kept in memory before they are written."""
 
     log_timers_to_tensorboard: bool = False
-    """Write iteration time, throughput and timings to TensorBoard."""
+    """Write iteration time, throughput and padding to TensorBoard."""
 
     log_loss_scale_to_tensorboard: bool = option(
         True,

@@ -296,9 +296,9 @@ FLAGS: tuple[Refusal, ...] = (
         "remove it, or use --log-memory-to-tensorboard for memory",
     ),
     _refuse(
-        "no-barrier-with-level-1-timing",
-        "timing has no barriers",
-        "remove it",
+        "timing-log-option no-barrier-with-level-1-timing",
+        "iterations are timed as a whole in this version",
+        "use --profile --use-pytorch-profiler for their parts",
     ),
     _refuse(
         "test-mode multiple-validation-sets",
@@ -329,6 +329,10 @@ VALUES: dict[str, dict[str, str]] = {
     "--position-embedding-type": {
         "mrope": "it is for multi-modal models; use rope",
         "relative": "it needs an attention bias, which packed samples do not have; use rope",
+    },
+    "--timing-log-level": {
+        "": "iterations are timed as a whole in this version; use --profile --use-pytorch-profiler"
+        " for their parts",
     },
     "--optimizer": {
         "sgd": "only Adam's state travels with the layers; use adam",

@@ -284,9 +284,6 @@ def _logging(config: Config) -> Problems:
         board,
     )
     yield from _without(config, "--log-throughput", g.log_throughput, ("device_peak_tflops",))
-    yield from _without(
-        config, "--timing-log-level 1 or 2", g.timing_log_level, ("timing_log_option",)
-    )
     wandb = ("wandb_exp_name", "wandb_save_dir", "wandb_entity")
     yield from _without(config, "--wandb-project", g.wandb_project, wandb)
     if g.wandb_project:

@@ -10,30 +10,13 @@ word is cut, so that the number of targets of any future batch is known from the
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from megatron_flex.data.errors import DataError
 from megatron_flex.data.keyed import IntArray, below, derive, uniform
 
 MAX_NGRAM = 3
-
-
-class SpecialTokens(Protocol):
-    """The part of a tokenizer that masking reads (see ``tokenizers/base.py``)."""
-
-    @property
-    def vocab_size(self) -> int: ...
-    @property
-    def cls(self) -> int | None: ...
-    @property
-    def sep(self) -> int | None: ...
-    @property
-    def mask(self) -> int | None: ...
-    @property
-    def continuation(self) -> npt.NDArray[np.bool_] | None: ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,21 +35,6 @@ class BertVocabulary:
     sep: int
     mask: int
     continuation: npt.NDArray[np.bool_] | None = None
-
-    @classmethod
-    def of(cls, tokenizer: SpecialTokens) -> BertVocabulary:
-        """What masking needs of ``tokenizer``.
-
-        Raises:
-            DataError: it lacks one of the special tokens.
-        """
-        start, end, mask = tokenizer.cls, tokenizer.sep, tokenizer.mask
-        if start is None or end is None or mask is None:
-            raise DataError(
-                "BERT needs a tokenizer with tokens for the start of a sample ([CLS]), the end of"
-                " a segment ([SEP]) and a masked token ([MASK]); choose another --tokenizer-type"
-            )
-        return cls(tokenizer.vocab_size, start, end, mask, tokenizer.continuation)
 
 
 def mask_counts(lengths: IntArray, specials: int, probability: float) -> IntArray:

@@ -7,7 +7,7 @@ all processes cut alike, before and after a change of plan.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -38,8 +38,10 @@ def cut_by_count(batch: GlobalBatch, size: int) -> tuple[MicroBatch, ...]:
     """
     if size < 1:
         raise DataError(f"--micro-batch-size must be at least 1, not {size}")
+    lengths = batch.lengths.tolist()
     return tuple(
-        _micro_batch(batch, range(i, min(i + size, batch.size))) for i in range(0, batch.size, size)
+        _micro_batch(batch.first_sample, lengths, range(i, min(i + size, batch.size)))
+        for i in range(0, batch.size, size)
     )
 
 
@@ -74,10 +76,15 @@ def cut_by_tokens(
                 break
         assert packed is not None  # the last try may grow
         bins += [[alone + i for i in members] for members in packed if members]
-    costs = cost.linear * descending + cost.quadratic * descending.astype(np.float64) ** 2
-    ranked = sorted(bins, key=lambda members: (float(costs[members].sum()), members[0]))
-    ascending = ranked[::2] + ranked[1::2][::-1]
-    return tuple(_micro_batch(batch, sorted(order[m].tolist())) for m in ascending)
+    costs = (
+        cost.linear * descending + cost.quadratic * descending.astype(np.float64) ** 2
+    ).tolist()
+    ranked = sorted(bins, key=lambda members: (sum(costs[i] for i in members), members[0]))
+    numbers, known = order.tolist(), batch.lengths.tolist()
+    return tuple(
+        _micro_batch(batch.first_sample, known, sorted(numbers[i] for i in members))
+        for members in ranked[::2] + ranked[1::2][::-1]
+    )
 
 
 def _place(
@@ -115,6 +122,5 @@ def _place(
     return members
 
 
-def _micro_batch(batch: GlobalBatch, samples: Sequence[int]) -> MicroBatch:
-    first, lengths = batch.first_sample, batch.lengths
-    return MicroBatch(tuple(Slice(first + i, 0, int(lengths[i])) for i in samples))
+def _micro_batch(first: int, lengths: Sequence[int], samples: Iterable[int]) -> MicroBatch:
+    return MicroBatch(tuple(Slice(first + i, 0, lengths[i]) for i in samples))

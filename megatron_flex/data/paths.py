@@ -79,28 +79,45 @@ def split_bounds(split: str, count: int) -> tuple[tuple[int, int], ...]:
 
 
 def read_data_args(path: str) -> tuple[str, ...]:
-    """The words of a ``--data-args-path`` file: what ``--data-path`` would have."""
+    """The words of ``--data-args-path``: a file with what ``--data-path`` would say.
+
+    Raises:
+        DataError: the file cannot be read or is empty.
+    """
     words = tuple(_text(path, "--data-args-path").split())
     if not words:
-        raise DataError(f"--data-args-path {path}: the file is empty")
+        raise DataError(f"--data-args-path {path} is empty: write data set prefixes into it")
     return words
 
 
 def read_per_split_data_args(path: str) -> dict[str, tuple[str, ...]]:
-    """The lists ``train``, ``valid`` and ``test`` of a ``--per-split-data-args-path`` file."""
+    """The words for ``train``, ``valid`` and ``test`` in ``--per-split-data-args-path``.
+
+    The file is a JSON object with these keys; each value is a list of words or a string of them. A
+    key that is missing or null has none.
+
+    Raises:
+        DataError: the file cannot be read, or holds something else.
+    """
     flag = "--per-split-data-args-path"
+    expected = f"{flag} {path}: expected a JSON object with keys train, valid and test"
     try:
         content = json.loads(_text(path, flag))
-    except json.JSONDecodeError as error:
-        raise DataError(f"{flag} {path}: not JSON: {error}") from error
-    names = ("train", "valid", "test")
-    if not isinstance(content, dict) or not set(content) <= set(names):
-        raise DataError(f"{flag} {path}: must be an object with lists {', '.join(names)}")
-    return {name: tuple(str(word) for word in content.get(name, ())) for name in names}
+    except ValueError as error:
+        if isinstance(error, DataError):
+            raise
+        raise DataError(f"{expected}: {error}") from error
+    if not isinstance(content, dict) or not content.keys() <= {"train", "valid", "test"}:
+        raise DataError(expected)
+    result = {}
+    for split in ("train", "valid", "test"):
+        value = content.get(split) or ()
+        result[split] = tuple(value.split() if isinstance(value, str) else map(str, value))
+    return result
 
 
 def _text(path: str, flag: str) -> str:
     try:
         return Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"{flag} {path}: cannot be read: {error}") from error
+        raise DataError(f"{flag} {path}: cannot read it: {error}") from error

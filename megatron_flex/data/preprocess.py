@@ -7,7 +7,7 @@ import sys
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -27,6 +27,7 @@ from megatron_flex.data.encode import (
     start_worker,
 )
 from megatron_flex.data.errors import DataError
+from megatron_flex.data.indexed_writer import IndexedWriter
 from megatron_flex.data.jsonl import RawLine, read_lines
 
 _T = TypeVar("_T")
@@ -106,6 +107,9 @@ def preprocess(options: PreprocessOptions) -> Report:
         raise DataError(
             f"--workers {options.workers} must be a multiple of --partitions {options.partitions}"
         )
+    for path in options.inputs:
+        if not Path(path).is_file():
+            raise DataError(f"--input {path}: no such file")
     if options.partitions == 1:
         return _partition(options, None, 0, 0)
     block = 0
@@ -122,23 +126,21 @@ def preprocess(options: PreprocessOptions) -> Report:
 
 
 def _run_partitions(options: PreprocessOptions, block: int) -> Report:
+    """Each partition writes in a thread of its own; its workers, which tokenize, are processes."""
     report = Report()
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(options.partitions, mp_context=context) as pool:
+    with ThreadPoolExecutor(options.partitions) as pool:
         futures = [
             pool.submit(_partition, options, number, number, block)
             for number in range(options.partitions)
         ]
         for future in futures:
-            report.add(_result(future))
+            report.add(future.result())
     if not report.num_documents:
         raise _nothing(report)
     return report
 
 
 def _merge(options: PreprocessOptions, report: Report) -> Report:
-    from megatron_flex.data.indexed_writer import IndexedWriter
-
     with ExitStack() as stack:
         writers = [
             stack.enter_context(IndexedWriter(options.prefix(key), options.vocab_size))
@@ -156,8 +158,6 @@ def _partition(
     options: PreprocessOptions, partition: int | None, number: int, block: int
 ) -> Report:
     """Handle one share of the lines: every n-th, or the block of ``block`` lines."""
-    from megatron_flex.data.indexed_writer import IndexedWriter  # loads torch: not in workers
-
     report = Report()
     size = sum(Path(path).stat().st_size for path in options.inputs)
     lines = _share(options, number, block)
@@ -218,7 +218,7 @@ def _encode(options: PreprocessOptions, lines: Iterator[RawLine]) -> Iterator[En
     """Encoded lines in their order, here or in worker processes."""
     chunks = iter(lambda: list(islice(lines, _CHUNK)), [])
     workers = options.workers // options.partitions
-    if workers == 1:
+    if options.workers == 1:
         encoder = Encoder(options.make_tokenizer(), options.encode)
         yield from map(encoder.lines, chunks)
         return

@@ -14,7 +14,7 @@ from megatron_flex.data.samples import Overlong
 from megatron_flex.data.sources import DataConfig, DataSets
 from megatron_flex.model.config import ModelConfig
 from megatron_flex.planner.plan import Plan
-from megatron_flex.tokenizers.base import Tokenizer
+from megatron_flex.tokenizers.base import Tokenizer, TokenizerError
 from megatron_flex.tokenizers.build import build_tokenizer
 
 
@@ -45,7 +45,10 @@ def assemble(config: Config) -> Parts:
         merge_file=t.merge_file,
         vocab_size=t.vocab_size,
     )
-    model = config.model_config(tokenizer.vocab_size)
+    try:
+        model = config.model_config(tokenizer.vocab_size)
+    except ValueError as error:  # --padded-vocab-size, for this tokenizer
+        raise TokenizerError(str(error)) from error
     sets = DataSets(_data_config(config, model, tokenizer))
     train = None
     if not config.evaluation.skip_train:

@@ -11,7 +11,8 @@ import torch.distributed as dist
 from megatron_flex.checkpoint.async_save import AsyncSaver
 from megatron_flex.checkpoint.errors import CheckpointError
 from megatron_flex.checkpoint.layout import latest
-from megatron_flex.checkpoint.load import MODEL, load, read_common
+from megatron_flex.checkpoint.load import load, read_common
+from megatron_flex.checkpoint.manifest import MODEL
 from megatron_flex.checkpoint.options import LoadOptions
 from megatron_flex.checkpoint.retention import Retention
 from megatron_flex.checkpoint.save import check_writable, save
@@ -67,7 +68,7 @@ class Checkpoints:
         tensors = self._holdings.named_state(owned=True, optimizer=options.save_optim)
         common = {
             "progress": progress.values(),
-            "optimizer_steps": self._steps(),
+            "optimizer_steps": self._holdings.updates,
             "opt_param_scheduler": schedule.state_dict(),
             "micro_batch_coefficients": asdict(coefficients),
             MODEL: asdict(self._holdings.config),
@@ -115,7 +116,7 @@ class Checkpoints:
         source = f"iteration {common['progress']['iteration']} of {directory}"
         if not options.optimizer:
             for slab in self._holdings:
-                slab.sync_master()
+                slab.masters_from_params()
         if options.finetune:
             return Restored(Progress(), coefficients, source)
         if options.rng and common.get("rng", {}).get("seed") != self._holdings.config.seed:
@@ -125,8 +126,7 @@ class Checkpoints:
                 " the same --seed, or --no-load-rng to go on with another"
             )
         if options.optimizer:
-            for slab in self._holdings:
-                slab.steps = common["optimizer_steps"]
+            self._holdings.updates = common["optimizer_steps"]
             schedule.load_state_dict(common["opt_param_scheduler"])
         return Restored(
             Progress(**common["progress"]),
@@ -156,11 +156,6 @@ class Checkpoints:
                 )
             return Path(o.pretrained_checkpoint), LoadOptions(finetune=True), iteration
         return None
-
-    def _steps(self) -> int:
-        # The same on all slabs of all workers; a worker without slabs learns it from the others.
-        mine = max((slab.steps for slab in self._holdings), default=0)
-        return self._world.max(mine)
 
 
 def saved_arguments(options: CheckpointOptions) -> dict[str, Any]:

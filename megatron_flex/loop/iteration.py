@@ -79,7 +79,8 @@ class Iterations:
         if shape not in self._validated:
             validate(program, model.layers, forward_only=evaluate)
             self._validated.add(shape)
-            world.prepare_reductions(reduction_groups([program]))
+            if world.reductions is not None:
+                world.reductions.prepare(reduction_groups([program]))
         self._reader.start(source, micro_batches, program, world.rank)
         inputs = StepInputs(self._reader, batch.denominators, step_size, signals, count_zeros)
         return executor.run(program, inputs)

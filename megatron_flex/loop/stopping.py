@@ -35,7 +35,7 @@ class Stopping:
 
     def reason(self, iteration: int, agreed: tuple[bool, ...]) -> str | None:
         """Why to save and exit after ``iteration``, or ``None``."""
-        terminated, late = agreed[:2]
+        terminated, late = agreed[:2] or (False, False)
         if terminated:
             return "exiting program after receiving SIGTERM."
         if late:

@@ -6,11 +6,13 @@ Samples are packed one after the other; a token attends to its own sample only. 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from megatron_flex.model import attention_cpu, attention_cuda
+from megatron_flex.model.attention_options import AttentionOptions
 from megatron_flex.model.config import ModelConfig
 from megatron_flex.model.context import PackedContext
 from megatron_flex.model.megatron import AttnMaskType, TransformerConfig
@@ -30,7 +32,8 @@ def check_attention(config: ModelConfig, device: torch.device) -> None:
 class VarlenAttention(torch.nn.Module):
     """``core_attention`` that takes the micro-batch's :class:`PackedContext` as attention mask.
 
-    The constructor's arguments are megatron-core's.
+    The constructor's arguments are megatron-core's. Its configuration does not say whether
+    positions are rotary, so the block sets ``rotary`` afterwards.
     """
 
     def __init__(
@@ -43,10 +46,18 @@ class VarlenAttention(torch.nn.Module):
         **_: Any,
     ) -> None:
         super().__init__()
-        self.layer = layer_number - 1
-        self.causal = attn_mask_type is AttnMaskType.causal
-        self.scale = config.kv_channels**-0.5 if softmax_scale is None else softmax_scale
-        self.dropout = config.attention_dropout
+        training = AttentionOptions(
+            layer=layer_number - 1,
+            causal=attn_mask_type is AttnMaskType.causal,
+            scale=config.kv_channels**-0.5 if softmax_scale is None else softmax_scale,
+            dropout=config.attention_dropout,
+            rotary=False,
+        )
+        self._options = {True: training, False: replace(training, dropout=0.0)}
+
+    def use_rotary(self) -> None:
+        """Rotate queries and keys by their positions."""
+        self._options = {t: replace(o, rotary=True) for t, o in self._options.items()}
 
     def forward(
         self,
@@ -58,12 +69,12 @@ class VarlenAttention(torch.nn.Module):
     ) -> torch.Tensor:
         """Query ``[T, 1, heads, d]``, key, value ``[T, 1, groups, d]`` -> ``[T, 1, heads * d]``."""
         attention_mask.check_whole_samples()
-        q, k, v = query.squeeze(1), key.squeeze(1), value.squeeze(1)
-        if q.device.type == "cpu":
-            dropout = self.dropout if self.training else 0.0
-            out = attention_cpu.attend(
-                q, k, v, attention_mask, self.layer, self.causal, self.scale, dropout
-            )
-        else:
-            out = attention_cuda.attend(q, k, v, attention_mask, self.causal, self.scale)
+        attend = attention_cpu.attend if query.device.type == "cpu" else attention_cuda.attend
+        out = attend(
+            query.squeeze(1),
+            key.squeeze(1),
+            value.squeeze(1),
+            attention_mask,
+            self._options[self.training],
+        )
         return out.flatten(1).unsqueeze(1)

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from megatron_flex.model.attention_options import AttentionOptions
 from megatron_flex.model.context import PackedContext
 from megatron_flex.model.keys import attention_site, site_key, threshold
 from megatron_flex.native import function
@@ -41,7 +42,12 @@ class _Arguments(ctypes.Structure):
         ("causal", ctypes.c_int32),
         ("dtype", ctypes.c_int32),
         ("threads", ctypes.c_int32),
+        ("level", ctypes.c_int32),
     ]
+
+
+# Instruction set that the kernel is made to use (4, 3 or 1, see attention.cpp); 0 is the newest.
+LEVEL = 0
 
 
 @cache
@@ -58,31 +64,34 @@ def _run(
     output: torch.Tensor,
     lse: torch.Tensor,
     context: PackedContext,
-    layer: int,
-    causal: bool,
-    scale: float,
-    dropout: float,
+    options: AttentionOptions,
     grads: tuple[torch.Tensor, ...] = (),
 ) -> None:
     """The forward pass, or with ``grads`` (of output, query, key, value) the backward pass."""
     tokens, heads, depth = query.shape
-    offsets = context.offsets_array
+    offsets, dropout = context.offsets_array, options.dropout
+    cosine, sine = context.rotary if options.rotary else (None, None)
     a = _Arguments(
         *(t.data_ptr() for t in (query, key, value, output, lse)),
         *((t.data_ptr() for t in grads) if grads else (None,) * 4),
         offsets.ctypes.data,
+        None if cosine is None else cosine.data_ptr(),
+        None if sine is None else sine.data_ptr(),
         context.token_keys.data_ptr() if dropout > 0.0 else None,
-        _sites(layer, heads).ctypes.data if dropout > 0.0 else None,
+        _sites(options.layer, heads).ctypes.data if dropout > 0.0 else None,
         len(offsets) - 1, tokens, heads, key.shape[1], depth,
         query.stride(0), key.stride(0), value.stride(0),
         query.stride(1), key.stride(1), value.stride(1),
-        scale, 1.0 / (1.0 - dropout), threshold(dropout), causal, DTYPE_CODES[query.dtype],
-        torch.get_num_threads(),
+        0 if cosine is None else cosine.shape[1],
+        options.scale, 1.0 / (1.0 - dropout), threshold(dropout),
+        options.causal, DTYPE_CODES[query.dtype], torch.get_num_threads(), LEVEL,
     )  # fmt: skip
-    if function("mflex_attention_run")(ctypes.byref(a)) != 0:
-        longest = max(context.lengths)
+    status = function("mflex_attention_run")(ctypes.byref(a))
+    if status == 2:
+        raise ValueError(f"this processor has no x86-64-v{LEVEL} instructions")
+    if status != 0:
         raise MemoryError(
-            f"no memory for the attention of a sample of {longest} tokens: lower"
+            f"no memory for the attention of a sample of {max(context.lengths)} tokens: lower"
             " --max-sample-length or give the process more memory"
         )
 
@@ -93,12 +102,12 @@ def _rows(x: torch.Tensor) -> torch.Tensor:
 
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, query, key, value, context, layer, causal, scale, dropout):  # type: ignore[no-untyped-def]
+    def forward(ctx, query, key, value, context, options):  # type: ignore[no-untyped-def]
         query, key, value = _rows(query), _rows(key), _rows(value)
         output = torch.empty(query.shape, dtype=query.dtype)
         lse = torch.empty(query.shape[1], query.shape[0], dtype=torch.float32)
-        ctx.arguments = (context, layer, causal, scale, dropout)
-        _run(query, key, value, output, lse, *ctx.arguments)
+        _run(query, key, value, output, lse, context, options)
+        ctx.context, ctx.options = context, options
         ctx.save_for_backward(query, key, value, output, lse)
         return output
 
@@ -106,8 +115,8 @@ class _Attention(torch.autograd.Function):
     def backward(ctx, grad):  # type: ignore[no-untyped-def]
         query, key, value, output, lse = ctx.saved_tensors
         grads = [torch.empty(t.shape, dtype=t.dtype) for t in (query, key, value)]
-        _run(query, key, value, output, lse, *ctx.arguments, grads=(grad.contiguous(), *grads))
-        return *grads, None, None, None, None, None
+        _run(query, key, value, output, lse, ctx.context, ctx.options, (grad.contiguous(), *grads))
+        return *grads, None, None
 
 
 def attend(
@@ -115,18 +124,12 @@ def attend(
     key: torch.Tensor,
     value: torch.Tensor,
     context: PackedContext,
-    layer: int,
-    causal: bool,
-    scale: float,
-    dropout: float,
+    options: AttentionOptions,
 ) -> torch.Tensor:
     """Query ``[T, heads, d]``, key and value ``[T, groups, d]`` -> ``[T, heads, d]``.
 
-    float32 or bfloat16; sums are float32. ``dropout`` is the probability of the mask keyed by
-    (seed, sample, layer, head, query position, key position). Raises ``MemoryError`` if the
-    scratch memory (linear in the longest sample) cannot be had.
+    float32 or bfloat16; sums are float32. Rotary embedding and dropout are part of it. Raises
+    ``MemoryError`` if the scratch memory (linear in the longest sample) cannot be had.
     """
-    output: torch.Tensor = _Attention.apply(
-        query, key, value, context, layer, causal, scale, dropout
-    )
+    output: torch.Tensor = _Attention.apply(query, key, value, context, options)
     return output

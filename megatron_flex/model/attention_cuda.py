@@ -9,95 +9,90 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from functools import cache
+from typing import Any
 
 import torch
+from torch import Tensor
 
+from megatron_flex.model.attention_options import AttentionOptions
 from megatron_flex.model.context import PackedContext
 
-_Kernel = Callable[
-    [torch.Tensor, torch.Tensor, torch.Tensor, PackedContext, bool, float], torch.Tensor
-]
+_Kernel = Callable[[Tensor, Tensor, Tensor, PackedContext, AttentionOptions], Tensor]
 
 
 @cache
-def _varlen_kernel() -> _Kernel | None:
-    """The variable-length kernel of this installation, or ``None``."""
+def _varlen_kernel() -> _Kernel:
+    """The variable-length kernel of this installation."""
     try:
-        from torch.nn.attention.varlen import varlen_attn
+        from torch.nn.attention import varlen
     except ImportError:
         return _flash_attn_kernel()
+    varlen_attn: Any = varlen.varlen_attn
     windowed = "window_size" in inspect.signature(varlen_attn).parameters
 
-    def run(
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        context: PackedContext,
-        causal: bool,
-        scale: float,
-    ) -> torch.Tensor:
+    def run(q: Tensor, k: Tensor, v: Tensor, context: PackedContext, o: AttentionOptions) -> Tensor:
         offsets, longest = context.cumulative_lengths, max(context.lengths)
-        mask = {"window_size": (-1, 0 if causal else -1)} if windowed else {"is_causal": causal}
-        out: torch.Tensor = varlen_attn(
-            query, key, value, offsets, offsets, longest, longest, scale=scale,
-            **({"enable_gqa": True} if windowed else {}), **mask,
-        )  # fmt: skip
+        if windowed:
+            mask: dict[str, Any] = {"window_size": (-1, 0 if o.causal else -1), "enable_gqa": True}
+        else:
+            mask = {"is_causal": o.causal}
+        out: Tensor = varlen_attn(
+            q, k, v, offsets, offsets, longest, longest, scale=o.scale, **mask
+        )
         return out
 
     return run
 
 
-def _flash_attn_kernel() -> _Kernel | None:
+def _flash_attn_kernel() -> _Kernel:
     try:
-        from flash_attn import flash_attn_varlen_func  # type: ignore[import-not-found]
+        import flash_attn
     except ImportError:
-        return None
+        return attend_per_sample
+    varlen_attn: Callable[..., Tensor] = flash_attn.flash_attn_varlen_func
 
-    def run(
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        context: PackedContext,
-        causal: bool,
-        scale: float,
-    ) -> torch.Tensor:
+    def run(q: Tensor, k: Tensor, v: Tensor, context: PackedContext, o: AttentionOptions) -> Tensor:
         offsets, longest = context.cumulative_lengths, max(context.lengths)
-        out: torch.Tensor = flash_attn_varlen_func(
-            query, key, value, offsets, offsets, longest, longest,
-            softmax_scale=scale, causal=causal,
-        )  # fmt: skip
-        return out
+        return varlen_attn(
+            q, k, v, offsets, offsets, longest, longest, softmax_scale=o.scale, causal=o.causal
+        )
 
     return run
 
 
 def attend_per_sample(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    context: PackedContext,
-    causal: bool,
-    scale: float,
-) -> torch.Tensor:
-    """One call of PyTorch's attention a sample; any device and floating type."""
+    query: Tensor, key: Tensor, value: Tensor, context: PackedContext, options: AttentionOptions
+) -> Tensor:
+    """One call of PyTorch's attention a sample; any device and floating type, no rotation."""
     outputs = []
     parts = (t.transpose(0, 1).split(context.lengths, dim=1) for t in (query, key, value))
     for q, k, v in zip(*parts, strict=True):
         out = torch.nn.functional.scaled_dot_product_attention(
-            q[None], k[None], v[None], is_causal=causal, scale=scale, enable_gqa=True
-        )
+            q[None], k[None], v[None], is_causal=options.causal, scale=options.scale,
+            enable_gqa=q.shape[0] != k.shape[0],
+        )  # fmt: skip
         outputs.append(out[0].transpose(0, 1))
     return torch.cat(outputs)
 
 
+def rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+    """Rotary embedding of ``[T, heads, d]`` by ``[T, rotary dimensions / 2]`` tables."""
+    half = cosine.shape[1]
+    cosine, sine = cosine[:, None].to(x.dtype), sine[:, None].to(x.dtype)
+    a, b, rest = x.split((half, half, x.shape[-1] - 2 * half), dim=-1)
+    return torch.cat((a * cosine - b * sine, b * cosine + a * sine, rest), dim=-1)
+
+
 def attend(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    context: PackedContext,
-    causal: bool,
-    scale: float,
-) -> torch.Tensor:
-    """Query ``[T, heads, d]``, key and value ``[T, groups, d]`` -> ``[T, heads, d]``."""
-    kernel = _varlen_kernel() if query.dtype is not torch.float32 else None
-    return (kernel or attend_per_sample)(query, key, value, context, causal, scale)
+    query: Tensor, key: Tensor, value: Tensor, context: PackedContext, options: AttentionOptions
+) -> Tensor:
+    """Query ``[T, heads, d]``, key and value ``[T, groups, d]`` -> ``[T, heads, d]``.
+
+    Raises ``ValueError`` for attention dropout, which no kernel here keys by sample.
+    """
+    if options.dropout > 0.0:
+        raise ValueError("attention dropout keyed by sample needs the CPU: see check_attention")
+    if options.rotary:
+        query, key = (rotate(x, *context.rotary) for x in (query, key))
+    kernel = attend_per_sample if query.dtype is torch.float32 else _varlen_kernel()
+    return kernel(query, key, value, context, options)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import cast
 
 import torch
 from torch import nn
@@ -51,7 +50,7 @@ class Block(nn.Module):
         for full, local in self.full_names().items():
             tied = full == WORD_EMBEDDING and self.config.layers.tied_slab is not None
             slab = self.unit.slabs[-1] if tied else self.unit.slabs[0]
-            slabs[slab][full] = cast(nn.Parameter, self.get_parameter(local))
+            slabs[slab][full] = self.get_parameter(local)
         return slabs
 
     def bind(self, name: str, parameter: nn.Parameter) -> None:

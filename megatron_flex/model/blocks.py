@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import cast
 
+import torch
 from torch import Tensor
 from torch.nn.functional import embedding
 
@@ -29,7 +30,15 @@ from megatron_flex.model.megatron import (
     transformer_config,
 )
 
-__all__ = ["Block", "EmbeddingBlock", "HeadBlock", "LayerBlock", "build_block", "decays"]
+__all__ = [
+    "Block",
+    "EmbeddingBlock",
+    "HeadBlock",
+    "LayerBlock",
+    "build_block",
+    "build_shell",
+    "decays",
+]
 
 
 class EmbeddingBlock(Block):
@@ -81,7 +90,8 @@ class LayerBlock(Block):
         self._bda = cast(
             KeyedBiasDropoutAdd, self.layer.mlp_bda if mlp else self.layer.self_attn_bda
         )
-        self._rotary = not mlp and config.position_embedding_type == "rope"
+        if not mlp and config.position_embedding_type == "rope":
+            cast(VarlenAttention, self.layer.self_attention.core_attention).use_rotary()
 
     def full_names(self) -> dict[str, str]:
         """Names as in ``GPTModel`` or ``BertModel``: ``decoder.layers.3.mlp.linear_fc1.weight``."""
@@ -95,11 +105,7 @@ class LayerBlock(Block):
         context = self.context(batch, hidden.device)
         self._bda.context = context
         try:
-            output, _ = self.layer(
-                hidden,
-                attention_mask=context,
-                rotary_pos_emb=context.rotary if self._rotary else None,
-            )
+            output, _ = self.layer(hidden, attention_mask=context)
         finally:
             self._bda.context = None
         return cast(Tensor, output)
@@ -111,6 +117,15 @@ _BLOCKS: dict[Kind, type[Block]] = {
     Kind.MLP: LayerBlock,
     Kind.HEAD: HeadBlock,
 }
+
+
+def build_shell(unit: Unit, config: ModelConfig) -> Block:
+    """Build a unit without memory for its parameters: they have shapes (meta device) only.
+
+    For a device that holds the values elsewhere; ``bind`` each parameter before use.
+    """
+    with torch.device("meta"):
+        return _BLOCKS[unit.kind](unit, config).to(DTYPES[config.params_dtype])
 
 
 def build_block(unit: Unit, config: ModelConfig) -> Block:

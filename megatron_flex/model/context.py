@@ -71,10 +71,11 @@ class PackedContext:
         return torch.tensor(self.offsets[:-1], dtype=torch.int64, device=self.device)
 
     @cached_property
-    def rotary(self) -> torch.Tensor:
-        """``[T, 1, 1, rotary dimensions]`` float32 angles, one row a packed token.
+    def rotary(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cosine and sine of each packed token, ``[T, rotary dimensions / 2]`` float32.
 
-        megatron-core's ``RotaryEmbedding``, which asks for CUDA, gathered by position.
+        The frequencies of megatron-core's ``RotaryEmbedding``, which itself asks for CUDA. The
+        first half of a head's rotated channels is paired with the second, as there.
         """
         config = self._config
         size = config.kv_channels
@@ -83,7 +84,7 @@ class PackedContext:
         steps = torch.arange(0, size, 2, dtype=torch.float32, device=self.device)
         frequencies = 1.0 / (config.rotary_base ** (steps / size))
         angles = torch.outer(self.positions.float(), frequencies)
-        return torch.cat((angles, angles), dim=-1)[:, None, None, :]
+        return angles.cos(), angles.sin()
 
 
 def context_of(batch: PackedBatch, config: ModelConfig, device: torch.device) -> PackedContext:

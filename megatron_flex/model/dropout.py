@@ -1,68 +1,91 @@
 """Hidden dropout keyed by sample and position: bias, dropout and residual in one pass.
 
-No mask is kept: the backward pass hashes the same bits again. On the CPU a native kernel does it
-at the speed of memory; elsewhere the same arithmetic in torch operations gives the same bits.
+No mask is kept: the backward pass hashes the same bits again. Native kernels do it at the speed of
+memory on the CPU and on CUDA; the same arithmetic in torch operations gives the same bits anywhere.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 
 import torch
+from torch import Tensor
 
+from megatron_flex import native
 from megatron_flex.model.context import PackedContext
 from megatron_flex.model.keys import keep_mask, site_key, threshold
-from megatron_flex.native import function
 
 _DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1}
 
 
-def _masked_scale_native(
-    x: torch.Tensor,
-    bias: torch.Tensor | None,
-    residual: torch.Tensor | None,
-    keys: torch.Tensor,
-    site: int,
-    probability: float,
-) -> torch.Tensor:
-    """:func:`masked_scale` by the native kernel: contiguous CPU tensors of one type."""
-    out = torch.empty_like(x)
-    columns = x.shape[-1]
-    function("mflex_bias_dropout_add")(
-        x.data_ptr(),
-        None if bias is None else bias.data_ptr(),
-        None if residual is None else residual.data_ptr(),
-        keys.data_ptr(), site_key(site), x.numel() // columns, columns, threshold(probability),
-        1.0 / (1.0 - probability), _DTYPE_CODES[x.dtype], out.data_ptr(), torch.get_num_threads(),
-    )  # fmt: skip
-    return out
+@cache
+def _has_cuda_kernel() -> bool:
+    return bool(native.function("mflex_built_with_cuda")())
 
 
 def masked_scale(
-    x: torch.Tensor,
-    bias: torch.Tensor | None,
-    residual: torch.Tensor | None,
-    keys: torch.Tensor,
+    x: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    keys: Tensor,
     site: int,
     probability: float,
-) -> torch.Tensor:
-    """``residual + dropout(x + bias)`` without autograd; ``x`` is ``[T, 1, H]`` or ``[T, H]``."""
-    if x.device.type == "cpu" and x.dtype in _DTYPE_CODES:
-        x = x.contiguous()
-        bias = None if bias is None else bias.to(x.dtype).contiguous()
-        residual = None if residual is None else residual.to(x.dtype).contiguous()
-        return _masked_scale_native(x, bias, residual, keys, site, probability)
-    return masked_scale_torch(x, bias, residual, keys, site, probability)
+) -> Tensor:
+    """``residual + dropout(x + bias)`` without autograd.
+
+    Args:
+        x: ``[..., H]`` with as many rows as there are ``keys``.
+        bias: ``[H]`` or ``None``.
+        residual: as ``x``, or ``None``.
+        keys: ``[T]`` int64 key of each token.
+        site: the place in the model, see ``keys.py``.
+        probability: of an element to be dropped; the others are divided by its complement.
+
+    Raises:
+        RuntimeError: CUDA refused the launch.
+    """
+    cuda = x.device.type == "cuda"
+    if x.dtype not in _DTYPE_CODES or not (x.device.type == "cpu" or (cuda and _has_cuda_kernel())):
+        return masked_scale_torch(x, bias, residual, keys, site, probability)
+    x = x.contiguous()
+    bias = None if bias is None else bias.to(x.dtype).contiguous()
+    residual = None if residual is None else residual.to(x.dtype).contiguous()
+    out = torch.empty_like(x)
+    columns = x.shape[-1]
+    arguments = (
+        x.data_ptr(),
+        None if bias is None else bias.data_ptr(),
+        None if residual is None else residual.data_ptr(),
+        keys.data_ptr(),
+        site_key(site),
+        x.numel() // columns,
+        columns,
+        threshold(probability),
+        1.0 / (1.0 - probability),
+        _DTYPE_CODES[x.dtype],
+        out.data_ptr(),
+    )
+    if not cuda:
+        native.function("mflex_bias_dropout_add")(*arguments, torch.get_num_threads())
+        return out
+    with torch.cuda.device(x.device):
+        stream = torch.cuda.current_stream(x.device).cuda_stream
+        code = native.function("mflex_cuda_bias_dropout_add")(*arguments, stream)
+    if code != 0:
+        text = native.function("mflex_cuda_error_text")(code).decode()
+        raise RuntimeError(f"the dropout kernel could not be started on {x.device}: {text}")
+    return out
 
 
 def masked_scale_torch(
-    x: torch.Tensor,
-    bias: torch.Tensor | None,
-    residual: torch.Tensor | None,
-    keys: torch.Tensor,
+    x: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    keys: Tensor,
     site: int,
     probability: float,
-) -> torch.Tensor:
+) -> Tensor:
     """:func:`masked_scale` in torch operations: the same bits on every device."""
     columns = torch.arange(x.shape[-1], dtype=torch.int32, device=x.device)
     keep = keep_mask(keys, site_key(site), columns, probability).view(x.shape)
@@ -93,11 +116,9 @@ class _BiasDropoutAdd(torch.autograd.Function):
         return grad_x, grad_bias, grad if ctx.needs_input_grad[2] else None, None, None, None
 
 
-def keyed_dropout(
-    x: torch.Tensor, context: PackedContext, site: int, probability: float
-) -> torch.Tensor:
+def keyed_dropout(x: Tensor, context: PackedContext, site: int, probability: float) -> Tensor:
     """Dropout of ``[T, 1, H]`` with autograd."""
-    out: torch.Tensor = _BiasDropoutAdd.apply(x, None, None, context.token_keys, site, probability)
+    out: Tensor = _BiasDropoutAdd.apply(x, None, None, context.token_keys, site, probability)
     return out
 
 
@@ -115,21 +136,19 @@ class KeyedBiasDropoutAdd(torch.nn.Module):
 
     def forward(
         self, training: bool, fused: bool
-    ) -> Callable[[tuple[torch.Tensor, torch.Tensor | None], torch.Tensor, float], torch.Tensor]:
+    ) -> Callable[[tuple[Tensor, Tensor | None], Tensor, float], Tensor]:
         """megatron-core's interface: gives the function of (x, bias), residual, probability."""
         context = self.context
         if context is None:
             raise RuntimeError("the block must set the context of the micro-batch before its layer")
 
         def bias_dropout_add(
-            x_with_bias: tuple[torch.Tensor, torch.Tensor | None],
-            residual: torch.Tensor,
-            probability: float,
-        ) -> torch.Tensor:
+            x_with_bias: tuple[Tensor, Tensor | None], residual: Tensor, probability: float
+        ) -> Tensor:
             x, bias = x_with_bias
             if not training or probability == 0.0:
                 return residual + (x if bias is None else x + bias)
-            out: torch.Tensor = _BiasDropoutAdd.apply(
+            out: Tensor = _BiasDropoutAdd.apply(
                 x, bias, residual, context.token_keys, self.site, probability
             )
             return out

@@ -88,7 +88,8 @@ def keep_mask(
 ) -> torch.Tensor:
     """Which elements stay: ``[rows]`` keys, ``[columns]`` channels -> bool ``[rows, columns]``.
 
-    Torch operations only. Integer arithmetic wraps, so the bits are the same on every device and equal the kernel's.
+    Torch operations only. Integer arithmetic wraps, so the bits are the same on every device and
+    equal the kernel's.
     """
     low, high = row_keys(tokens, site)
     x = channels.to(torch.int32) * _signed(0x9E3779B1, 32) + low.unsqueeze(-1)

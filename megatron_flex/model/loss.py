@@ -1,11 +1,46 @@
-"""Cross entropy over the tokenizer's vocabulary, with one float32 buffer of logits."""
+"""Cross entropy over the tokenizer's vocabulary, with one float32 buffer of logits.
+
+On the CPU a native kernel reads the logits twice in all; elsewhere torch operations do the same.
+"""
 
 from __future__ import annotations
 
 import torch
 
-# Rows whose exponentials are held at a time in the forward pass.
+from megatron_flex.native import function
+
+# Rows whose exponentials are held at a time where torch operations compute them.
 _ROWS = 256
+
+
+def log_normalizers(logits: torch.Tensor) -> torch.Tensor:
+    """``[T]`` log of the sum of exponentials of contiguous float32 ``[T, vocabulary]``."""
+    if logits.device.type != "cpu":
+        return torch.cat([torch.logsumexp(part, dim=-1) for part in logits.split(_ROWS)])
+    out = logits.new_empty(len(logits))
+    function("mflex_log_normalizers")(
+        logits.data_ptr(), *logits.shape, out.data_ptr(), torch.get_num_threads()
+    )
+    return out
+
+
+def gradients_(
+    logits: torch.Tensor, labels: torch.Tensor, normalizer: torch.Tensor, grad: torch.Tensor
+) -> torch.Tensor:
+    """Turn logits into ``grad * (softmax - one hot of the label)`` in place."""
+    if logits.device.type != "cpu":
+        logits.sub_(normalizer[:, None]).exp_()
+        logits[torch.arange(len(labels), device=labels.device), labels] -= 1.0
+        return logits.mul_(grad[:, None])
+    function("mflex_cross_entropy_gradients")(
+        logits.data_ptr(),
+        labels.contiguous().data_ptr(),
+        normalizer.data_ptr(),
+        grad.contiguous().data_ptr(),
+        *logits.shape,
+        torch.get_num_threads(),
+    )
+    return logits
 
 
 class _CrossEntropy(torch.autograd.Function):
@@ -13,7 +48,7 @@ class _CrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, logits, labels):  # type: ignore[no-untyped-def]
-        normalizer = torch.cat([torch.logsumexp(part, dim=-1) for part in logits.split(_ROWS)])
+        normalizer = log_normalizers(logits)
         ctx.save_for_backward(logits, labels, normalizer)
         ctx.done = None
         return normalizer - logits.gather(1, labels[:, None]).squeeze(1)
@@ -22,12 +57,9 @@ class _CrossEntropy(torch.autograd.Function):
     def backward(ctx, grad):  # type: ignore[no-untyped-def]
         if ctx.done is None:
             logits, labels, normalizer = ctx.saved_tensors
-            logits.sub_(normalizer[:, None]).exp_()
-            logits[torch.arange(len(labels), device=labels.device), labels] -= 1.0
-            logits.mul_(grad[:, None])
-            # A split backward passes here twice, with the same gradient.
-            ctx.done = (grad, logits)
+            ctx.done = (grad, gradients_(logits, labels, normalizer, grad))
         first, buffer = ctx.done
+        # A split backward may pass here twice, with the same gradient.
         if first is not grad and not torch.equal(first, grad):
             raise RuntimeError("the second backward of a loss must be given the same gradient")
         return buffer, None
@@ -47,5 +79,5 @@ def token_cross_entropy(
         ``[T]`` float32, exactly 0 where the mask is 0.
     """
     labels = labels.clamp(0, logits.shape[-1] - 1)
-    losses = _CrossEntropy.apply(logits.float(), labels)
+    losses = _CrossEntropy.apply(logits.float().contiguous(), labels)
     return torch.where(mask != 0, losses * mask, 0.0)

@@ -55,16 +55,22 @@ _ROUNDING = 1e-9
 
 @dataclass(frozen=True)
 class Group:
-    """``slots`` hold elements ``[front)`` and, in a V, ``[back)`` further on (else empty)."""
+    """Slots that hold the same elements.
 
-    front: tuple[int, int]
+    Attributes:
+        chunks: the runs of elements ``[begin, end)`` that each of them holds, in pipeline order:
+            one in a straight pipeline, two in a V.
+        slots: who holds them.
+        replicas: for each chunk, all slots that hold it; empty when that is ``slots`` for all.
+    """
+
+    chunks: tuple[tuple[int, int], ...]
     slots: tuple[int, ...]
-    back: tuple[int, int] = (0, 0)
+    replicas: tuple[tuple[int, ...], ...] = ()
 
-    @property
-    def chunks(self) -> tuple[tuple[int, int], ...]:
-        """The chunks that hold something, in pipeline order."""
-        return tuple(c for c in (self.front, self.back) if c[1] > c[0])
+    def of_chunk(self, number: int) -> tuple[int, ...]:
+        """The slots that hold a chunk."""
+        return self.replicas[number] if self.replicas else self.slots
 
     @property
     def elements(self) -> tuple[int, ...]:
@@ -119,57 +125,49 @@ def in_flight(t: Tables, element: int, degree: int) -> int:
 
 
 def plan_cost(t: Tables, groups: Sequence[Group]) -> PlanCost:
-    """The time model ``pipeline`` for groups that cover all elements.
-
-    A group is reached over an inner link when the last slot before it that holds something and
-    all its own are on one server; groups are given in pipeline order of their first chunk.
-    """
-    costs = []
-    for number, group in enumerate(groups):
-        inner = False
-        if number:
-            servers = {int(t.server[s]) for s in group.slots}
-            inner = servers == {int(t.server[groups[number - 1].slots[-1]])}
-        costs.append(group_cost(t, group, inner))
+    """The time model ``pipeline`` for groups that cover all elements."""
+    costs = tuple(group_cost(t, group) for group in groups)
     worst = max(max(c.seconds for c in costs), t.chain)
-    return PlanCost(worst + max(c.update for c in costs), t.chain, tuple(costs))
+    return PlanCost(worst + max(c.update for c in costs), t.chain, costs)
 
 
-def group_cost(t: Tables, group: Group, inner: bool) -> GroupCost:
+def inner_hop(t: Tables, group: Group) -> bool:
+    """Whether activations reach the group within a server: the slot before it is on it, too."""
+    before = min(group.slots) - 1
+    return before >= 0 and {int(t.server[s]) for s in group.slots} == {int(t.server[before])}
+
+
+def group_cost(t: Tables, group: Group) -> GroupCost:
     """All terms of one group. ``optimisation`` is infinite when it cannot fit."""
     elements = list(group.elements)
-    degree = len(group.slots)
-    share = float(t.shares.share[degree])
     tied = 0 in elements and t.num_elements - 1 in elements and t.num_elements > 1
-    link = 0 if inner else 1
+    link = 0 if inner_hop(t, group) else 1
     entry = elements[0]
+    degrees = [len(group.of_chunk(c)) for c in range(len(group.chunks))]
 
-    wait = float(t.first_forward[:entry].sum())
-    if len(group.chunks) == 2:
-        begin, end = group.front
+    wait, fill, work = 0.0, 0.0, 0.0
+    for (begin, end), degree in zip(group.chunks, degrees, strict=True):
+        share = float(t.shares.share[degree])
+        wait = max(wait, float(t.first_forward[:begin].sum()) - fill)
         forward = float(t.forward[begin:end].sum())
-        fill = min(share * forward, in_flight(t, begin, degree) * forward / t.num_micro_batches)
-        wait = max(wait, float(t.first_forward[: group.back[0]].sum()) - fill)
+        fill += min(share * forward, in_flight(t, begin, degree) * forward / t.num_micro_batches)
+        work += share * float(t.work[begin:end].sum())
     if entry > 0:
         wait += t.wires.hop[link]
+        work += float(t.shares.share[degrees[0]]) * t.wires.busy[link]
 
-    work = float(t.work[elements].sum())
-    if entry > 0:
-        work += t.wires.busy[link]
-    work *= share
+    update = -t.tied.update / (degrees[0] if t.sharded else 1) if tied else 0.0
+    for (begin, end), degree in zip(group.chunks, degrees, strict=True):
+        update += float(t.update[begin:end].sum()) / (degree if t.sharded else 1)
 
-    update = float(t.update[elements].sum()) - (t.tied.update if tied else 0.0)
-    if t.sharded:
-        update /= degree
-
-    needed = _bytes(t, group, tied)
+    needed = _bytes(t, group, degrees, tied)
     missing = max(0.0, needed - min(float(t.budget[s]) for s in group.slots))
     return GroupCost(
         wait=wait,
         work=work,
         tail=_tail(t, group, tied),
         late=_late(t, group),
-        optimisation=_optimisation(t, group, missing) if missing > 0 else 0.0,
+        optimisation=_optimisation(t, group, degrees, missing) if missing > 0 else 0.0,
         update=update,
         bytes=needed,
         missing=missing,
@@ -179,17 +177,21 @@ def group_cost(t: Tables, group: Group, inner: bool) -> GroupCost:
 def _tail(t: Tables, group: Group, tied: bool) -> float:
     elements = list(group.elements)
     drain = 0.0 if t.split else float(t.first_backward[: elements[0]].sum())
-    degree = len(group.slots)
-    if degree == 1:
-        return drain
-    link = 0 if len({int(t.server[s]) for s in group.slots}) == 1 else 1
-    turns = 2.0 * (degree - 1)  # of a ring: reduce-scatter, then gather
-    per_byte = turns / degree * t.wires.per_byte[link]
-    latency = turns * t.wires.latency[link]
-    size = float(t.reduce[elements].sum()) - (t.tied.reduce if tied else 0.0)
+    total, largest, latency = 0.0, 0.0, 0.0
+    for number, (begin, end) in enumerate(group.chunks):
+        slots = group.of_chunk(number)
+        degree = len(slots)
+        if degree == 1:
+            continue
+        link = 0 if len({int(t.server[s]) for s in slots}) == 1 else 1
+        turns = 2.0 * (degree - 1)  # of a ring: reduce-scatter, then gather
+        per_byte = turns / degree * t.wires.per_byte[link]
+        latency = max(latency, turns * t.wires.latency[link])
+        size = float(t.reduce[begin:end].sum()) - (t.tied.reduce if tied and number == 0 else 0.0)
+        total += per_byte * size
+        largest = max(largest, per_byte * float(t.largest_reduce[begin:end].max()))
     hidden = float(t.first_backward[elements].sum())
-    largest = per_byte * float(t.largest_reduce[elements].max()) + latency
-    return max(drain, largest, per_byte * size + latency - hidden)
+    return max(drain, largest + latency, total + latency - hidden)
 
 
 def _late(t: Tables, group: Group) -> float:
@@ -209,50 +211,30 @@ def _late(t: Tables, group: Group) -> float:
     return worst
 
 
-def _bytes(t: Tables, group: Group, tied: bool) -> float:
+def _bytes(t: Tables, group: Group, degrees: Sequence[int], tied: bool) -> float:
     """Bytes on each device of the group before memory optimisation."""
-    elements = list(group.elements)
-    degree = len(group.slots)
-    state = float(t.state[elements].sum()) - (t.tied.state if tied else 0.0)
-    optimizer = float(t.optimizer[elements].sum()) - (t.tied.optimizer if tied else 0.0)
-    if t.sharded:
-        optimizer /= degree
     activation = t.activation
-    held = sum(
-        float(activation[begin:end].sum())
-        * t.shares.top_tokens(degree, in_flight(t, begin, degree))
-        for begin, end in group.chunks
-    )
-    transient = float(t.transient[elements].max()) * t.max_tokens
-    return state + optimizer + held + t.buffers + transient
+    held = -t.tied.state - t.tied.optimizer / (degrees[0] if t.sharded else 1) if tied else 0.0
+    for (begin, end), degree in zip(group.chunks, degrees, strict=True):
+        optimizer = float(t.optimizer[begin:end].sum())
+        held += float(t.state[begin:end].sum()) + optimizer / (degree if t.sharded else 1)
+        tokens = t.shares.top_tokens(degree, in_flight(t, begin, degree))
+        held += float(activation[begin:end].sum()) * tokens
+    transient = float(t.transient[list(group.elements)].max()) * t.max_tokens
+    return held + t.buffers + transient
 
 
-def _optimisation(t: Tables, group: Group, missing: float) -> float:
+def _optimisation(t: Tables, group: Group, degrees: Sequence[int], missing: float) -> float:
     """Least seconds in which recompute and offload save ``missing`` bytes, taking parts.
 
     Each element's activations may stay, be recomputed or go to the host (but for two micro-batches
     that are being worked on); its optimizer state may go to the host. A linear program over these:
     take the steps of every element's convex hull of (bytes, seconds) in order of price.
     """
-    degree = len(group.slots)
-    share = float(t.shares.share[degree])
     steps: list[tuple[float, float]] = []  # (bytes, seconds)
-    for begin, end in group.chunks:
-        cap = in_flight(t, begin, degree)
-        tokens = t.shares.top_tokens(degree, cap)
-        away = tokens - t.shares.top_tokens(degree, min(cap, 2))
+    for (begin, end), degree in zip(group.chunks, degrees, strict=True):
         for element in range(begin, end):
-            kind = t.kinds[int(t.kind[element])]
-            if t.offload_optimizer:
-                size = kind.optimizer / (degree if t.sharded else 1)
-                steps.append((size, 2.0 * size * t.wires.host_per_byte))
-            points = [(0.0, 0.0)]
-            if kind.kept is not None:
-                points.append(((kind.activation - kind.kept) * tokens, kind.forward * share))
-            if t.offload_activations:
-                moved = kind.activation * t.total_tokens * share
-                points.append((kind.activation * away, 2.0 * moved * t.wires.host_per_byte))
-            steps.extend(_hull_steps(points))
+            steps.extend(saving_steps(t, begin, element, degree))
     seconds = 0.0
     for size, price in sorted((s for s in steps if s[0] > 0), key=lambda s: s[1] / s[0]):
         if size >= missing:
@@ -260,6 +242,49 @@ def _optimisation(t: Tables, group: Group, missing: float) -> float:
         seconds += price
         missing -= size
     return math.inf
+
+
+@dataclass(frozen=True)
+class Savings:
+    """What memory optimisation can do with one element on a replica: (bytes, seconds) pairs.
+
+    ``None`` where it is not possible or not allowed.
+    """
+
+    optimizer: tuple[float, float] | None
+    recompute: tuple[float, float] | None
+    activations: tuple[float, float] | None
+
+
+def savings(t: Tables, stage_begin: int, element: int, degree: int) -> Savings:
+    """Savings of ``element`` in a stage that begins at ``stage_begin`` with ``degree`` replicas."""
+    kind = t.kinds[int(t.kind[element])]
+    share = float(t.shares.share[degree])
+    cap = in_flight(t, stage_begin, degree)
+    tokens = t.shares.top_tokens(degree, cap)
+    optimizer = recompute = activations = None
+    if t.offload_optimizer:
+        size = kind.optimizer / (degree if t.sharded else 1)
+        optimizer = (size, 2.0 * size * t.wires.host_per_byte)
+    if kind.kept is not None:
+        recompute = ((kind.activation - kind.kept) * tokens, kind.forward * share)
+    if t.offload_activations:
+        away = tokens - t.shares.top_tokens(degree, min(cap, 2))
+        moved = kind.activation * t.total_tokens * share
+        activations = (kind.activation * away, 2.0 * moved * t.wires.host_per_byte)
+    return Savings(optimizer, recompute, activations)
+
+
+def saving_steps(
+    t: Tables, stage_begin: int, element: int, degree: int
+) -> list[tuple[float, float]]:
+    """Steps (bytes, seconds) of :func:`savings`, each worth taking only after those before it."""
+    possible = savings(t, stage_begin, element, degree)
+    either = [p for p in (possible.recompute, possible.activations) if p is not None]
+    steps = _hull_steps([(0.0, 0.0), *either])
+    if possible.optimizer is not None:
+        steps.append(possible.optimizer)
+    return steps
 
 
 def _hull_steps(points: list[tuple[float, float]]) -> list[tuple[float, float]]:

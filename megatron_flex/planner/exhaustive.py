@@ -38,12 +38,11 @@ def count_cuts(elements: int, devices: int) -> int:
 
 
 def cuts(elements: int, devices: int, groups: int = 0) -> Iterator[tuple[Block, ...]]:
-    """All cuts into exactly ``groups`` groups (0: any number)."""
+    """All cuts into at most ``groups`` groups (0: any number)."""
 
     def extend(done: tuple[Block, ...], begin: int, slot: int) -> Iterator[tuple[Block, ...]]:
         if begin == elements:
-            if groups in (0, len(done)):
-                yield done
+            yield done
             return
         if groups and len(done) == groups:
             return
@@ -70,33 +69,29 @@ def exhaustive(t: Tables, groups: int = 0) -> Cut | None:
         )
 
     @lru_cache(maxsize=None)
-    def cost(block: Block, inner: bool) -> GroupCost:
-        group = Group((block.begin, block.end), tuple(range(block.first, block.last)))
-        return group_cost(t, group, inner)
+    def cost(block: Block) -> GroupCost:
+        group = Group(((block.begin, block.end),), tuple(range(block.first, block.last)))
+        return group_cost(t, group)
 
     best: tuple[Block, ...] | None = None
     best_cost, best_update = math.inf, 0.0
     for blocks in cuts(t.num_elements, t.num_devices, groups):
         worst, update = t.chain, 0.0
-        before = -1
         for block in blocks:
             if block.last - block.first > t.num_micro_batches:
                 worst = math.inf  # a replica without work
                 break
-            server = int(t.server[block.first])
-            inner = before == server and int(t.server[block.last - 1]) == server
-            terms = cost(block, inner)
+            terms = cost(block)
             worst = max(worst, terms.seconds)
             update = max(update, terms.update)
             if worst + update >= best_cost + best_update:
                 break
-            before = int(t.server[block.last - 1])
         if worst + update < best_cost + best_update:
             best, best_cost, best_update = blocks, worst, update
     if best is None:
         return None
     return Cut(
-        tuple(Group((b.begin, b.end), tuple(range(b.first, b.last))) for b in best),
+        tuple(Group(((b.begin, b.end),), tuple(range(b.first, b.last))) for b in best),
         best_cost,
         best_update,
     )

@@ -12,7 +12,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 
@@ -205,7 +204,7 @@ class SearchProblem:
         return ctypes.addressof(self._problem)
 
     def search(self, groups: int = 0) -> Cut | None:
-        """The best cut into exactly ``groups`` groups (0: any number); ``None``: none fits."""
+        """The best cut into at most ``groups`` groups (0: any number); ``None``: none fits."""
         t = self.tables
         out = np.zeros(4 * t.num_devices, dtype=np.int64)
         cost = np.zeros(2)
@@ -221,10 +220,8 @@ class SearchProblem:
         """Steps ``[begin, end)`` on slots ``[first, last)`` as a group."""
         front = (int(self.front[begin]), int(self.front[end]))
         back = (int(self.back[end]), int(self.back[begin]))
-        slots = tuple(range(first, last))
-        if front[0] == front[1]:
-            return Group(back, slots)
-        return Group(front, slots, back if back[1] > back[0] else (0, 0))
+        chunks = tuple(c for c in (front, back) if c[1] > c[0])
+        return Group(chunks, tuple(range(first, last)))
 
     def feasible(self, extra_budget: float = 0.0, groups: int = 0) -> bool:
         """Whether any cut fits when every device has ``extra_budget`` more bytes."""
@@ -238,7 +235,7 @@ class SearchProblem:
         while not self.feasible(float(high), groups):
             low, high = high, high * 2
             if high > 1 << 62:
-                raise ValueError("no number of bytes is enough: fewer elements or devices than groups")
+                raise ValueError("no number of bytes is enough")
         while high - low > 1:
             middle = (low + high) // 2
             if self.feasible(float(middle), groups):
@@ -266,11 +263,10 @@ def shares(work: Array, tokens: Array, devices: int, granule: int = 1) -> Shares
     tokens = np.ascontiguousarray(tokens, dtype=np.float64)
     share = np.zeros(devices + 1)
     offset = np.zeros(devices + 2, dtype=np.int64)
-    arguments: tuple[Any, ...] = (
+    room = sum(-(-devices // d) + 3 for d in range(granule, devices + 1, granule))
+    top = np.zeros(room)
+    used = function("mflex_planner_shares")(
         work.ctypes.data, tokens.ctypes.data, len(work), devices, granule,
-        share.ctypes.data, offset.ctypes.data,
+        share.ctypes.data, offset.ctypes.data, top.ctypes.data,
     )  # fmt: skip
-    size = function("mflex_planner_shares")(*arguments, None)
-    top = np.zeros(size)
-    function("mflex_planner_shares")(*arguments, top.ctypes.data)
-    return Shares(share, offset, top)
+    return Shares(share, offset, top[:used])

@@ -52,20 +52,18 @@ class Shares:
     Attributes:
         share: ``[D + 1]``: work of the busiest of d replicas as a part of all work.
         offset: ``[D + 2]`` int64: row d of ``top`` is ``top[offset[d]:offset[d + 1]]``.
-        top: row d, entry k: the most tokens in k micro-batches of one replica.
+        top: row d, entry k: the most tokens in k micro-batches of one replica, for as many as can
+            be in flight.
     """
 
     share: Array
     offset: IntArray
     top: Array
 
-    def count(self, degree: int) -> int:
-        """Most micro-batches of one of ``degree`` replicas."""
-        return int(self.offset[degree + 1] - self.offset[degree]) - 1
-
     def top_tokens(self, degree: int, number: int) -> float:
         """Most tokens in ``number`` micro-batches of one replica (all, if it has fewer)."""
-        return float(self.top[self.offset[degree] + min(number, self.count(degree))])
+        row = self.top[self.offset[degree] : self.offset[degree + 1]]
+        return float(row[min(number, len(row) - 1)])
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
-"""Point-to-point messages of the pipeline, with every size known before anything is posted.
+"""Point-to-point messages, with every size known before anything is posted.
 
 Sends never block: the worker goes on and the buffer is kept until the peer has taken it.
-Receives are posted ahead of their use, in program order, a bounded number at a time, so that
-the peer's send completes while this worker still computes.
+Activations and gradients are received ahead of their use, in program order, a bounded number at a
+time, so that the peer's send completes while this worker still computes.
 """
 
 from __future__ import annotations
@@ -13,15 +13,36 @@ from collections.abc import Iterable
 import torch
 import torch.distributed as dist
 
+from megatron_flex.runtime.failure import CommunicationError
 from megatron_flex.runtime.world import World
-from megatron_flex.schedule.instructions import RecvActivation, RecvGradient, Transfer
+from megatron_flex.schedule.instructions import (
+    Instruction,
+    RecvActivation,
+    RecvGradient,
+    RecvState,
+    SendState,
+    Transfer,
+)
 
 # Receives posted ahead. Their buffers are activations: enough to hide latency, few in memory.
 POSTED = 4
 
 
-class CommunicationError(RuntimeError):
-    """A peer is gone or silent. The cause, if it is not this message, is in the peer's log."""
+class explain:  # noqa: N801 - reads as a statement
+    """``with explain(what, world):`` turns a backend's error into one that names the wait."""
+
+    def __init__(self, what: object, world: World) -> None:
+        self._what, self._world = what, world
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type | None, error: BaseException | None, _: object) -> None:
+        if isinstance(error, RuntimeError):
+            raise CommunicationError(
+                f"worker {self._world.rank}: '{self._what}' failed (time-out"
+                f" {self._world.timeout.total_seconds():.0f} s): {error}"
+            ) from error
 
 
 class Communicator:
@@ -35,10 +56,11 @@ class Communicator:
         self._posted: deque[tuple[Transfer, torch.Tensor, dist.Work]] = deque()
         self._sent: deque[tuple[Transfer, torch.Tensor, dist.Work]] = deque()
 
-    def expect(self, instructions: Iterable[object]) -> None:
+    def expect(self, instructions: Iterable[Instruction]) -> None:
         """Start an iteration whose receives are those among ``instructions``, in that order."""
-        receives = (RecvActivation, RecvGradient)
-        self._expected = deque(i for i in instructions if isinstance(i, receives))
+        self._expected = deque(
+            i for i in instructions if isinstance(i, (RecvActivation, RecvGradient))
+        )
         self._post()
 
     def _post(self) -> None:
@@ -47,10 +69,9 @@ class Communicator:
             buffer = torch.empty(
                 op.tokens, 1, self._hidden, dtype=self._dtype, device=self._world.device
             )
-            group = self._world.down if op.peer > self._world.rank else self._world.up
-            with _explain(op, self._world.rank):
-                work = dist.irecv(buffer, op.peer, group=group)
-            assert work is not None
+            assert self._world.pipeline is not None
+            with explain(op, self._world):
+                work = self._world.pipeline.receive(buffer, op.peer)
             self._posted.append((op, buffer, work))
 
     def send(self, op: Transfer, tensor: torch.Tensor) -> None:
@@ -58,11 +79,9 @@ class Communicator:
         if tensor.shape != (op.tokens, 1, self._hidden):
             raise ValueError(f"'{op}' would send a tensor of shape {tuple(tensor.shape)}")
         tensor = tensor.contiguous()
-        group = self._world.up if op.peer > self._world.rank else self._world.down
-        with _explain(op, self._world.rank):
-            work = dist.isend(tensor, op.peer, group=group)
-        assert work is not None
-        self._sent.append((op, tensor, work))
+        assert self._world.pipeline is not None
+        with explain(op, self._world):
+            self._sent.append((op, tensor, self._world.pipeline.send(tensor, op.peer)))
         while self._sent and self._sent[0][2].is_completed():
             self._sent.popleft()
 
@@ -71,7 +90,8 @@ class Communicator:
         posted, buffer, work = self._posted.popleft()
         if posted != op:
             raise ValueError(f"'{op}' is due, but '{posted}' was posted first")
-        self._wait(op, work)
+        with explain(op, self._world):
+            work.wait(self._world.timeout)
         self._post()
         return buffer
 
@@ -79,24 +99,54 @@ class Communicator:
         """End an iteration: wait until every message is delivered."""
         while self._sent:
             op, _, work = self._sent.popleft()
-            self._wait(op, work)
+            with explain(op, self._world):
+                work.wait(self._world.timeout)
         if self._posted or self._expected:
             raise ValueError(f"a receive was never used: {[str(p[0]) for p in self._posted]}")
 
-    def _wait(self, op: Transfer, work: dist.Work) -> None:
-        with _explain(op, self._world.rank):
+
+class StateTransfers:
+    """Slab states on their way, waited for by whatever needs the slab next."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._arriving: dict[int, tuple[RecvState, dist.Work]] = {}
+        self._leaving: dict[int, list[tuple[SendState, dist.Work]]] = {}
+
+    def send(self, op: SendState, state: torch.Tensor) -> None:
+        """Begin to send; the state must not change before :meth:`left`."""
+        assert self._world.state is not None
+        with explain(op, self._world):
+            work = self._world.state.send(state, op.peer)
+        self._leaving.setdefault(op.slab, []).append((op, work))
+
+    def receive(self, op: RecvState, state: torch.Tensor) -> None:
+        """Begin to receive; the state is undefined before :meth:`arrived`."""
+        assert self._world.state is not None
+        with explain(op, self._world):
+            self._arriving[op.slab] = (op, self._world.state.receive(state, op.peer))
+
+    def arrived(self, slab: int) -> bool:
+        """Wait for a slab that is on its way here; whether it was."""
+        if slab not in self._arriving:
+            return False
+        op, work = self._arriving.pop(slab)
+        with explain(op, self._world):
             work.wait(self._world.timeout)
+        return True
 
+    def left(self, slab: int) -> None:
+        """Wait until all copies of a slab that were being sent have left."""
+        for op, work in self._leaving.pop(slab, ()):
+            with explain(op, self._world):
+                work.wait(self._world.timeout)
 
-class _explain:
-    """Turn a backend's error into one that names the message and both workers."""
+    @property
+    def arriving(self) -> tuple[int, ...]:
+        """Slabs on their way here."""
+        return tuple(self._arriving)
 
-    def __init__(self, op: object, rank: int) -> None:
-        self._op, self._rank = op, rank
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: type | None, error: BaseException | None, _: object) -> None:
-        if isinstance(error, RuntimeError):
-            raise CommunicationError(f"worker {self._rank}: '{self._op}' failed: {error}") from error
+    @property
+    def leaving(self) -> tuple[int, ...]:
+        """Slabs on their way from here."""
+        return tuple(self._leaving)

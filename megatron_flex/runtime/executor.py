@@ -10,21 +10,26 @@ import torch
 import torch.distributed as dist
 
 from megatron_flex.data.packed import PackedBatch
-from megatron_flex.runtime.communicator import CommunicationError, Communicator
+from megatron_flex.runtime import exact
+from megatron_flex.runtime.communicator import Communicator, StateTransfers, explain
 from megatron_flex.runtime.holdings import Holdings
 from megatron_flex.runtime.optimizer import OptimizerConfig, StepSize, clip_coefficient, update
+from megatron_flex.runtime.slab import Slab
 from megatron_flex.runtime.world import World
 from megatron_flex.schedule.instructions import (
     Backward,
+    Drop,
     Forward,
     GlobalNorm,
     Instruction,
     Program,
     RecvActivation,
     RecvGradient,
+    RecvState,
     ReduceGradient,
     SendActivation,
     SendGradient,
+    SendState,
     SquaredNorm,
     UpdateOrSkip,
 )
@@ -86,6 +91,7 @@ class _Run:
     )
     outgoing: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
     reductions: dict[int, dist.Work] = field(default_factory=dict)
+    finished: set[int] = field(default_factory=set)
     result: StepResult | None = None
 
 
@@ -98,6 +104,8 @@ class Executor:
         self.optimizer = optimizer
         dtype = torch.bfloat16 if holdings.config.params_dtype == "bfloat16" else torch.float32
         self._communicator = Communicator(world, holdings.config.hidden_size, dtype)
+        self._states = StateTransfers(world)
+        self._slabs_of = [unit.slabs for unit in holdings.config.layers.units]
 
     def run(self, program: Program, inputs: StepInputs) -> StepResult:
         """Execute this device's list. Without a ``step_size`` it evaluates: no gradients."""
@@ -124,7 +132,16 @@ class Executor:
         self._communicator.finish()
         if run.result is None:
             raise ValueError("the program has no GlobalNorm")
+        if training and not run.result.skipped:
+            self.holdings.updates += 1
         return run.result
+
+    def settle(self) -> None:
+        """Wait for all slab states on their way, before anything but a program uses the slabs."""
+        for slab in self._states.leaving:
+            self._states.left(slab)
+        for slab in self._states.arriving:
+            self._wait_arrived(slab)
 
     # ---- compute -----------------------------------------------------------------------------
 
@@ -136,6 +153,8 @@ class Executor:
             source.requires_grad_()
         hidden = source
         for unit in range(stage.start, stage.stop):
+            for slab in self._slabs_of[unit]:
+                self._wait_arrived(slab)
             hidden = self.holdings.blocks[unit](hidden, batch)
         assert hidden is not None
         if run.training:
@@ -155,6 +174,8 @@ class Executor:
         else:
             gradient = run.gradients.pop((op.stage, op.micro_batch))
         torch.autograd.backward(output, gradient)
+        if self.holdings.exact:
+            self._accumulate(run, op)
         if source is not None:
             assert source.grad is not None
             if run.program.route[op.stage - 1][op.micro_batch] == self.world.rank:
@@ -196,28 +217,37 @@ class Executor:
     def _reduce(self, run: _Run, op: ReduceGradient) -> None:
         slab = self.holdings.slabs[op.slab]
         if slab.layout.numel:
-            group = self.world.reductions[op.group]
-            work = dist.all_reduce(slab.grads, group=group, async_op=True)
-            assert work is not None
-            run.reductions[op.slab] = work
+            assert self.world.reductions is not None
+            gradient = slab.grads if slab.sums is None else slab.sums
+            with explain(op, self.world):
+                run.reductions[op.slab] = self.world.reductions.all_reduce(gradient, op.group)
 
-    def _wait_reduced(self, run: _Run, slab: int) -> None:
-        work = run.reductions.pop(slab, None)
+    def _gradient(self, run: _Run, number: int) -> Slab:
+        """The slab, when its gradient is reduced and complete."""
+        slab = self.holdings.slabs[number]
+        work = run.reductions.pop(number, None)
         if work is not None:
-            try:
+            with explain(f"gradient reduction of slab {number}", self.world):
                 work.wait(self.world.timeout)
-            except RuntimeError as error:
-                raise CommunicationError(
-                    f"worker {self.world.rank}: the gradient reduction of slab {slab} failed:"
-                    f" {error}"
-                ) from error
+        if slab.sums is not None and number not in run.finished:
+            exact.finish(slab)
+            run.finished.add(number)
+        return slab
 
     def _squared_norm(self, run: _Run, op: SquaredNorm) -> None:
-        self._wait_reduced(run, op.slab)
-        slab = self.holdings.slabs[op.slab]
-        run.squares[op.slab] = slab.squared_norm()
+        slab = self._gradient(run, op.slab)
+        # Added, not set: a device may already have marked the slab's gradient as not finite.
+        run.squares[op.slab] += slab.squared_norm()
         if run.inputs.count_zeros:
             run.zeros += slab.zeros()
+
+    def _accumulate(self, run: _Run, op: Backward) -> None:
+        """Move this micro-batch's gradients into the exact sums."""
+        stage = run.program.plan.stages[op.stage]
+        for unit in range(stage.start, stage.stop):
+            for number in self._slabs_of[unit]:
+                if not exact.accumulate(self.holdings.slabs[number], unit):
+                    run.squares[number] = math.nan
 
     def _global_norm(self, run: _Run, _: GlobalNorm) -> None:
         # Each element has one contributor and zeros elsewhere, so the sum is exact and the
@@ -226,13 +256,8 @@ class Executor:
         parts = [run.squares.cpu(), run.losses.flatten().cpu(), run.zeros.cpu(), signals]
         combined = torch.cat(parts)
         if self.world.control is not None:
-            try:
+            with explain("waiting for all workers at the global norm", self.world):
                 dist.all_reduce(combined, group=self.world.control)
-            except RuntimeError as error:
-                raise CommunicationError(
-                    f"worker {self.world.rank}: waiting for all workers at the global norm failed:"
-                    f" {error}"
-                ) from error
         squares, losses, zeros, signals = combined.split([p.numel() for p in parts])
         sums = losses.view_as(run.losses).sum(0).tolist()
         norm = math.sqrt(squares.sum().item()) if run.training else 0.0
@@ -250,12 +275,42 @@ class Executor:
 
     def _update_or_skip(self, run: _Run, op: UpdateOrSkip) -> None:
         assert run.result is not None and run.inputs.step_size is not None
-        self._wait_reduced(run, op.slab)
-        slab = self.holdings.slabs[op.slab]
+        slab = self._gradient(run, op.slab)
+        self._wait_arrived(op.slab)
+        self._states.left(op.slab)
         if not run.result.skipped:
             coefficient = clip_coefficient(run.result.grad_norm, self.optimizer.clip_grad)
-            update(slab, self.optimizer, run.inputs.step_size, coefficient)
+            update(
+                slab,
+                self.optimizer,
+                run.inputs.step_size,
+                coefficient,
+                self.holdings.updates,
+            )
         slab.grads.zero_()
+
+    # ---- a switch ----------------------------------------------------------------------------
+
+    def _send_state(self, run: _Run, op: SendState) -> None:
+        slab = self.holdings.slabs[op.slab]
+        if slab.layout.numel:
+            self._wait_arrived(op.slab)
+            self._states.send(op, slab.state)
+
+    def _receive_state(self, run: _Run, op: RecvState) -> None:
+        slab = self.holdings.join(op.slab)
+        if slab.layout.numel:
+            self._states.receive(op, slab.state)
+
+    def _drop(self, run: _Run, op: Drop) -> None:
+        slab = self._gradient(run, op.slab)
+        self._states.left(op.slab)
+        slab.grads.zero_()
+        self.holdings.drop(op.slab)
+
+    def _wait_arrived(self, number: int) -> None:
+        if self._states.arrived(number):
+            self.holdings.slabs[number].params_from_masters()
 
 
 HANDLERS: dict[type[Instruction], Callable[[Executor, _Run, Instruction], None]] = {
@@ -269,6 +324,9 @@ HANDLERS: dict[type[Instruction], Callable[[Executor, _Run, Instruction], None]]
     SquaredNorm: Executor._squared_norm,
     GlobalNorm: Executor._global_norm,
     UpdateOrSkip: Executor._update_or_skip,
+    SendState: Executor._send_state,
+    RecvState: Executor._receive_state,
+    Drop: Executor._drop,
 }  # type: ignore[dict-item]
 
 

@@ -1,4 +1,8 @@
-"""What one device holds under a plan: blocks (modules) and the slabs that their weights live in."""
+"""What one device holds: slabs, and the blocks (modules) whose weights live in them.
+
+A block is there when all slabs of its unit are. Slabs come and go between iterations; a block that
+was built once is kept as a shell without memory for the next time its unit comes.
+"""
 
 from __future__ import annotations
 
@@ -6,66 +10,151 @@ from collections.abc import Iterator
 
 import torch
 
-from megatron_flex.model.blocks import Block, build_block, decays
+from megatron_flex.model.blocks import Block, build_shell, decays
 from megatron_flex.model.config import ModelConfig
+from megatron_flex.model.initialize import initialize
+from megatron_flex.model.megatron import DTYPES
 from megatron_flex.planner.plan import Plan
-from megatron_flex.runtime.slab import Slab, SlabLayout
+from megatron_flex.runtime.slab import Slab, SlabLayout, SlabPool
 from megatron_flex.schedule.slabs import slab_holders
-
-_TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class Holdings:
-    """The blocks and slabs of one device.
+    """The slabs and blocks of one device.
 
     Attributes:
-        blocks: by unit.
-        slabs: by slab number, ascending.
-        owned: slabs of which this device is the owner (the lowest holder): it norms and saves them.
+        slabs: by number.
+        blocks: by unit; exactly the units of which this device holds all slabs.
+        owned: slabs of which this device is the owner (the lowest holder): it saves them.
+        updates: optimizer updates applied so far, the same on all devices.
     """
 
-    def __init__(self, config: ModelConfig, plan: Plan, rank: int, device: torch.device) -> None:
-        self.config = config
-        self.device = device
-        self.blocks: dict[int, Block] = {}
-        self.slabs: dict[int, Slab] = {}
-        units = [
-            unit
-            for number in plan.stages_of(rank)
-            for unit in range(plan.stages[number].start, plan.stages[number].stop)
-        ]
-        for unit in units:
-            self._add(unit)
-        self.slabs = dict(sorted(self.slabs.items()))
-        holders = slab_holders(plan, config.layers)
-        self.owned = tuple(s for s in self.slabs if holders[s][0] == rank)
+    def __init__(
+        self,
+        config: ModelConfig,
+        plan: Plan,
+        rank: int,
+        device: torch.device,
+        *,
+        exact: bool = False,
+    ) -> None:
+        """Hold what ``plan`` gives to ``rank``, with initial values.
 
-    def _add(self, index: int) -> None:
-        block = build_block(self.config.layers.units[index], self.config)
-        for number, parameters in block.slab_parameters().items():
-            if number not in self.slabs:
-                layout = SlabLayout.of(((n, p.shape) for n, p in parameters.items()), decays)
-                slab = Slab(number, layout, _TYPES[self.config.params_dtype], self.device)
-                slab.fill({n: p.detach() for n, p in parameters.items()})
-                self.slabs[number] = slab
-            for name, parameter in self.slabs[number].parameters.items():
-                block.bind(name, parameter)
-        self.blocks[index] = block.to(self.device)
+        Args:
+            exact: keep exact sums of gradients (:mod:`megatron_flex.runtime.exact`).
+        """
+        self.config = config
+        self.rank = rank
+        self.device = device
+        self.exact = exact
+        self.slabs: dict[int, Slab] = {}
+        self.blocks: dict[int, Block] = {}
+        self.owned: tuple[int, ...] = ()
+        self.updates = 0
+        self.pool = SlabPool(DTYPES[config.params_dtype], device, exact)
+        self._shells: dict[int, tuple[Block, dict[str, torch.nn.Parameter]]] = {}
+        self._layouts: dict[int, SlabLayout] = {}
+        self._training = True
+        for number, holders in enumerate(slab_holders(plan, config.layers)):
+            if rank in holders:
+                self._initialize(self.join(number))
+        self.adopt(plan)
+
+    def join(self, number: int) -> Slab:
+        """Make room for a slab, and put up the blocks that are complete with it.
+
+        Its weights and optimizer state are undefined until they are filled.
+        """
+        layout = self._layout(number)
+        slab = Slab(number, layout, self.pool.take(layout.numel))
+        self.slabs[number] = slab
+        for unit in self._units(number):
+            slabs = self.config.layers.units[unit].slabs
+            if all(s in self.slabs for s in slabs):
+                self._put_up(unit)
+        return slab
+
+    def drop(self, number: int) -> None:
+        """Give up a slab and the blocks that need it."""
+        for unit in self._units(number):
+            block = self.blocks.pop(unit, None)
+            if block is not None:
+                for name, parameter in self._shells[unit][1].items():
+                    block.bind(name, parameter)
+        self.pool.give(self.slabs.pop(number).buffers)
+
+    def adopt(self, plan: Plan) -> None:
+        """Take over ownership under ``plan``; the slabs must be those that it gives this device."""
+        holders = slab_holders(plan, self.config.layers)
+        wanted = {s for s, devices in enumerate(holders) if self.rank in devices}
+        if wanted != set(self.slabs):
+            raise ValueError(
+                f"worker {self.rank} holds slabs {sorted(self.slabs)}, but the plan '{plan}' gives"
+                f" it {sorted(wanted)}"
+            )
+        self.owned = tuple(s for s in sorted(wanted) if holders[s][0] == self.rank)
 
     def train(self, mode: bool) -> None:
         """Switch dropout on or off in every block."""
-        for block in self.blocks.values():
-            block.train(mode)
+        if mode is not self._training:
+            self._training = mode
+            for block in self.blocks.values():
+                block.train(mode)
 
     def named_state(
         self, *, owned: bool, model: bool = True, optimizer: bool = True
     ) -> dict[str, torch.Tensor]:
         """Views of all state by checkpoint name; of owned slabs only, or of every held one."""
         merged: dict[str, torch.Tensor] = {}
-        for number in self.owned if owned else self.slabs:
+        for number in self.owned if owned else sorted(self.slabs):
             merged.update(self.slabs[number].named_state(model=model, optimizer=optimizer))
         return merged
 
     def __iter__(self) -> Iterator[Slab]:
-        return iter(self.slabs.values())
+        """The slabs in ascending order."""
+        return iter([self.slabs[number] for number in sorted(self.slabs)])
 
+    # ---- building ----------------------------------------------------------------------------
+
+    def _units(self, slab: int) -> tuple[int, ...]:
+        """Units that use a slab: its own, or embedding and head for the tied word embedding."""
+        layers = self.config.layers
+        return (0, layers.num_units - 1) if slab == layers.tied_slab else (slab,)
+
+    def _shell(self, unit: int) -> tuple[Block, dict[str, torch.nn.Parameter]]:
+        """The block of a unit without memory, and its parameters as they are then."""
+        if unit not in self._shells:
+            block = build_shell(self.config.layers.units[unit], self.config)
+            parameters = {
+                name: parameter
+                for of_slab in block.slab_parameters().values()
+                for name, parameter in of_slab.items()
+            }
+            self._shells[unit] = (block, parameters)
+        return self._shells[unit]
+
+    def _layout(self, number: int) -> SlabLayout:
+        if number not in self._layouts:
+            unit = self._units(number)[0]
+            names = self._names(unit, number)
+            parameters = self._shell(unit)[1]
+            shapes = ((name, parameters[name].shape) for name in names)
+            self._layouts[number] = SlabLayout.of(shapes, decays)
+        return self._layouts[number]
+
+    def _names(self, unit: int, slab: int) -> list[str]:
+        """Names of a unit's parameters that lie in ``slab``, in the order of initialisation."""
+        return list(self._shell(unit)[0].slab_parameters()[slab])
+
+    def _put_up(self, unit: int) -> None:
+        block = self._shell(unit)[0]
+        for number in self.config.layers.units[unit].slabs:
+            for name, parameter in self.slabs[number].parameters_of(unit).items():
+                block.bind(name, parameter)
+        block.train(self._training)
+        self.blocks[unit] = block
+
+    def _initialize(self, slab: Slab) -> None:
+        names = self._names(self._units(slab.index)[0], slab.index)
+        initialize(self.config, slab.index, {name: slab.parameters[name] for name in names})
+        slab.masters_from_params()

@@ -34,8 +34,13 @@ def clip_coefficient(norm: float, clip_grad: float) -> float:
 
 
 @torch.no_grad()
-def update(slab: Slab, config: OptimizerConfig, size: StepSize, coefficient: float) -> None:
-    """Scale the gradient of ``slab`` by ``coefficient`` and apply one step of AdamW."""
+def update(
+    slab: Slab, config: OptimizerConfig, size: StepSize, coefficient: float, updates: int
+) -> None:
+    """Scale the gradient of ``slab`` by ``coefficient`` and apply one step of AdamW.
+
+    ``updates`` is the number of updates that were applied before this one.
+    """
     if slab.layout.numel == 0:
         return
     if coefficient != 1.0:
@@ -50,7 +55,7 @@ def update(slab: Slab, config: OptimizerConfig, size: StepSize, coefficient: flo
             [slab.exp_avg[part]],
             [slab.exp_avg_sq[part]],
             [],
-            [torch.tensor(float(slab.steps), device=slab.grads.device)],
+            [torch.tensor(float(updates), device=slab.grads.device)],
             fused=True,
             amsgrad=False,
             beta1=config.adam_beta1,
@@ -60,6 +65,4 @@ def update(slab: Slab, config: OptimizerConfig, size: StepSize, coefficient: flo
             eps=config.adam_eps,
             maximize=False,
         )
-    slab.steps += 1
-    if slab.master is not slab.params:
-        slab.params.copy_(slab.master)
+    slab.params_from_masters()

@@ -59,58 +59,112 @@ class SlabLayout:
         return cls(tuple(entries), decayed, _round_up(offset, ROW))
 
 
+@dataclass(frozen=True)
+class Buffers:
+    """The memory of one slab, reused by another of the same size.
+
+    Attributes:
+        state: ``[3 * numel]`` float32: master weights, then Adam's two moments. What travels.
+        grads: ``[numel]`` float32.
+        params: ``[numel]`` in the model's type; for a float32 model a view of the master weights.
+        sums: ``[numel]`` int64 exact sums of gradients (bitwise mode), else ``None``.
+    """
+
+    state: torch.Tensor
+    grads: torch.Tensor
+    params: torch.Tensor
+    sums: torch.Tensor | None
+
+    @classmethod
+    def allocate(
+        cls, numel: int, dtype: torch.dtype, device: torch.device, exact: bool
+    ) -> Buffers:
+        """New memory, all zero."""
+        state = torch.zeros(3 * numel, device=device)
+        mixed = dtype != torch.float32
+        params = torch.zeros(numel, dtype=dtype, device=device) if mixed else state[:numel]
+        sums = torch.zeros(numel, dtype=torch.int64, device=device) if exact else None
+        return cls(state, torch.zeros(numel, device=device), params, sums)
+
+    @staticmethod
+    def nbytes(numel: int, dtype: torch.dtype, exact: bool) -> int:
+        """Bytes of memory that :meth:`allocate` takes."""
+        params = 0 if dtype == torch.float32 else dtype.itemsize
+        return numel * (3 * 4 + 4 + params + (8 if exact else 0))
+
+
 class Slab:
-    """The buffers of one slab on one device.
+    """One slab on one device.
 
     Attributes:
         params: ``[numel]`` in the model's type. ``parameters`` are views of it by name.
         grads: ``[numel]`` float32 sum of gradients; autograd accumulates into views of it.
-        master: ``[numel]`` float32 weights; the very same tensor as ``params`` for a float32 model.
+        master: ``[numel]`` float32 weights; the very same memory as ``params`` in a float32 model.
         exp_avg, exp_avg_sq: ``[numel]`` float32 Adam moments.
-        steps: updates applied so far.
+        sums: ``[numel]`` int64, see :mod:`megatron_flex.runtime.exact`; ``None`` outside it.
     """
 
-    def __init__(
-        self, index: int, layout: SlabLayout, dtype: torch.dtype, device: torch.device
-    ) -> None:
+    def __init__(self, index: int, layout: SlabLayout, buffers: Buffers) -> None:
         self.index = index
         self.layout = layout
-        self.steps = 0
+        self.buffers = buffers
         numel = layout.numel
-        self.params = torch.zeros(numel, dtype=dtype, device=device)
-        self.grads = torch.zeros(numel, device=device)
-        mixed = dtype != torch.float32
-        # One buffer for all optimizer state: it moves in one message.
-        self.state = torch.zeros((3 if mixed else 2) * numel, device=device)
-        self.exp_avg, self.exp_avg_sq = self.state[:numel], self.state[numel : 2 * numel]
-        self.master = self.state[2 * numel :] if mixed else self.params
-        self.parameters = {e.name: self._parameter(e) for e in layout.entries}
+        self.state, self.params, self.grads = buffers.state, buffers.params, buffers.grads
+        self.sums = buffers.sums
+        self.master, self.exp_avg, self.exp_avg_sq = (
+            self.state[i * numel : (i + 1) * numel] for i in range(3)
+        )
+        self.mixed = self.params.dtype != torch.float32
+        self.parameters = self._bind(self.grads)
+        self._scratch: dict[int, torch.Tensor] = {}  # by unit
 
-    def _parameter(self, entry: Entry) -> torch.nn.Parameter:
-        # nn.Parameter(view), not .data: writes through the slab stay visible to autograd's
-        # version counter.
-        parameter = torch.nn.Parameter(self.view(self.params, entry))
-        if self.params.dtype != torch.float32:
-            parameter.grad_dtype = torch.float32  # type: ignore[attr-defined]
-        parameter.grad = self.view(self.grads, entry)
-        return parameter
+    def scratch(self, unit: int) -> torch.Tensor:
+        """Where autograd puts the gradients of one unit that uses this slab: ``grads``.
+
+        With exact sums each user of a tied slab has its own: their contributions must not be added
+        in floating point before they are rounded to integers.
+        """
+        if unit not in self._scratch:
+            own = self.sums is not None and bool(self._scratch)
+            self._scratch[unit] = torch.zeros_like(self.grads) if own else self.grads
+        return self._scratch[unit]
+
+    def parameters_of(self, unit: int) -> dict[str, torch.nn.Parameter]:
+        """The parameters by name, to be bound to the block of ``unit``."""
+        grads = self.scratch(unit)
+        return self.parameters if grads is self.grads else self._bind(grads)
+
+    def _bind(self, grads: torch.Tensor) -> dict[str, torch.nn.Parameter]:
+        """Parameters by name, as views of the weights, whose gradients go to views of ``grads``.
+
+        ``nn.Parameter(view)``, not ``.data``: writes through the slab stay visible to autograd's
+        version counter.
+        """
+        bound = {}
+        for entry in self.layout.entries:
+            parameter = torch.nn.Parameter(self.view(self.params, entry))
+            if self.mixed:
+                parameter.grad_dtype = torch.float32  # type: ignore[attr-defined]
+            parameter.grad = self.view(grads, entry)
+            bound[entry.name] = parameter
+        return bound
 
     @staticmethod
     def view(buffer: torch.Tensor, entry: Entry) -> torch.Tensor:
         """The part of a slab-sized ``buffer`` that belongs to ``entry``, in its shape."""
         return buffer[entry.offset : entry.offset + entry.numel].view(entry.shape)
 
-    def fill(self, values: dict[str, torch.Tensor]) -> None:
-        """Copy initial values in, by parameter name, and start the master weights from them."""
-        with torch.no_grad():
-            for entry in self.layout.entries:
-                self.view(self.params, entry).copy_(values[entry.name])
-            self.sync_master()
-
-    def sync_master(self) -> None:
-        """Take the master weights from the parameters (after loading weights alone)."""
-        if self.master is not self.params:
+    @torch.no_grad()
+    def masters_from_params(self) -> None:
+        """Start the master weights from the parameters (after loading weights alone)."""
+        if self.mixed:
             self.master.copy_(self.params)
+
+    @torch.no_grad()
+    def params_from_masters(self) -> None:
+        """Round the master weights to the parameters' type (after an update, or an arrival)."""
+        if self.mixed:
+            self.params.copy_(self.master)
 
     def squared_norm(self) -> torch.Tensor:
         """Squared norm of the gradient, a float64 scalar.
@@ -123,10 +177,8 @@ class Slab:
 
     def zeros(self) -> torch.Tensor:
         """Number of parameters whose gradient is zero; padding does not count."""
-        return sum(
-            ((self.view(self.grads, e) == 0).sum() for e in self.layout.entries),
-            start=torch.zeros((), dtype=torch.int64, device=self.grads.device),
-        )
+        counts = [(self.view(self.grads, e) == 0).sum() for e in self.layout.entries]
+        return torch.stack(counts).sum() if counts else torch.zeros((), device=self.grads.device)
 
     def named_state(self, *, model: bool = True, optimizer: bool = True) -> dict[str, torch.Tensor]:
         """Views of everything that a checkpoint holds, by name.
@@ -138,13 +190,55 @@ class Slab:
         if optimizer:
             buffers["optimizer.state.exp_avg."] = self.exp_avg
             buffers["optimizer.state.exp_avg_sq."] = self.exp_avg_sq
-            if self.master is not self.params:
+            if self.mixed:
                 buffers["optimizer.state.master."] = self.master
         return {
             prefix + entry.name: self.view(buffer, entry)
             for prefix, buffer in buffers.items()
             for entry in self.layout.entries
         }
+
+
+class SlabPool:
+    """Memory of dropped slabs, kept for the next of the same size.
+
+    Never keeps more than brings the total back to the most that was in use at once, so a job
+    that switches for a month holds what its largest layout needed.
+    """
+
+    def __init__(self, dtype: torch.dtype, device: torch.device, exact: bool) -> None:
+        self._dtype, self._device, self._exact = dtype, device, exact
+        self._free: dict[int, list[Buffers]] = {}
+        self.used = self.kept = self.most = 0  # bytes
+
+    def take(self, numel: int) -> Buffers:
+        """Zeroed gradients and undefined state for a slab of ``numel`` elements."""
+        size = Buffers.nbytes(numel, self._dtype, self._exact)
+        self.used += size
+        self.most = max(self.most, self.used)
+        free = self._free.get(numel)
+        if free:
+            self.kept -= size
+            return free.pop()
+        self._trim()
+        return Buffers.allocate(numel, self._dtype, self._device, self._exact)
+
+    def give(self, buffers: Buffers) -> None:
+        """Take back a slab's memory; its gradients must be zero."""
+        numel = buffers.grads.numel()
+        size = Buffers.nbytes(numel, self._dtype, self._exact)
+        self.used -= size
+        self.kept += size
+        self._free.setdefault(numel, []).append(buffers)
+        self._trim()
+
+    def _trim(self) -> None:
+        """Free kept memory, largest first, until the total is the most that was ever in use."""
+        for numel in sorted(self._free, reverse=True):
+            free = self._free[numel]
+            while free and self.used + self.kept > self.most:
+                free.pop()
+                self.kept -= Buffers.nbytes(numel, self._dtype, self._exact)
 
 
 def _round_up(value: int, multiple: int) -> int:

@@ -3,48 +3,80 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+
+from megatron_flex.runtime.groups import ReductionGroups
+
+
+@dataclass(frozen=True)
+class Channel:
+    """World-wide point-to-point traffic of one kind, one group for each direction.
+
+    With NCCL a receive that is posted early would block the sends behind it on the same group;
+    with one group for messages to higher ranks and one for those to lower ranks it cannot.
+    """
+
+    rank: int
+    up: dist.ProcessGroup
+    down: dist.ProcessGroup
+
+    @classmethod
+    def create(cls, timeout: timedelta) -> Channel:
+        """Make both groups. Collective."""
+        up, down = (dist.new_group(timeout=timeout) for _ in range(2))
+        return cls(dist.get_rank(), up, down)
+
+    def send(self, tensor: torch.Tensor, peer: int) -> dist.Work:
+        """Begin to send; ``tensor`` must stay as it is until the work is done."""
+        work = dist.isend(tensor, peer, group=self.up if peer > self.rank else self.down)
+        assert work is not None
+        return work
+
+    def receive(self, tensor: torch.Tensor, peer: int) -> dist.Work:
+        """Begin to receive into ``tensor``."""
+        work = dist.irecv(tensor, peer, group=self.down if peer > self.rank else self.up)
+        assert work is not None
+        return work
 
 
 @dataclass
 class World:
     """This worker's place among all, and its communicators.
 
-    Pipeline messages go over two world-wide groups by direction (to a higher rank, to a lower
-    one): with NCCL a receive that is posted early would otherwise block the sends behind it.
-    ``control`` carries norms, losses and agreements. ``reductions`` are the groups in which
-    gradients are summed, one for each set of holders.
+    ``pipeline`` carries activations and their gradients, ``state`` weights and optimizer state (so
+    that they never block activations), ``control`` norms, losses and agreements. ``reductions``
+    are the groups in which gradients are summed. All are ``None`` in a world of one.
     """
 
     rank: int
     size: int
     device: torch.device
     timeout: timedelta
-    up: dist.ProcessGroup | None = None
-    down: dist.ProcessGroup | None = None
+    pipeline: Channel | None = None
+    state: Channel | None = None
     control: dist.ProcessGroup | None = None
-    reductions: dict[tuple[int, ...], dist.ProcessGroup] = field(default_factory=dict)
+    reductions: ReductionGroups | None = None
 
     @classmethod
     def create(cls, device: torch.device, timeout: timedelta) -> World:
         """Make the world-wide groups. Collective; the default group must exist if size > 1."""
         if not dist.is_initialized() or dist.get_world_size() == 1:
             return cls(0, 1, device, timeout)
-        backend = dist.get_backend()
-        up, down, control = (dist.new_group(timeout=timeout, backend=b)
-                             for b in (backend, backend, "gloo"))  # fmt: skip
-        return cls(dist.get_rank(), dist.get_world_size(), device, timeout, up, down, control)
-
-    def prepare_reductions(self, groups: Iterable[tuple[int, ...]]) -> None:
-        """Create the groups in which a program reduces. Collective: same sets on every worker."""
-        for ranks in sorted(set(groups) - set(self.reductions)):
-            group = dist.new_group(list(ranks), timeout=self.timeout)
-            self.reductions[ranks] = group
+        rank = dist.get_rank()
+        return cls(
+            rank,
+            dist.get_world_size(),
+            device,
+            timeout,
+            Channel.create(timeout),
+            Channel.create(timeout),
+            dist.new_group(timeout=timeout, backend="gloo"),
+            ReductionGroups(rank, _default_store(), dist.get_backend(), timeout),
+        )
 
     def broadcast(self, value: object) -> object:
         """Rank 0's ``value``, on every worker."""
@@ -69,6 +101,12 @@ class World:
         tensor = torch.tensor([value])
         dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self.control)
         return int(tensor.item())
+
+
+def _default_store() -> dist.Store:
+    # torch has no public name for the store of the default group.
+    store: dist.Store = dist.distributed_c10d._get_default_store()
+    return store
 
 
 def local_rank() -> int:

@@ -83,9 +83,10 @@ def _summary(placement: Placement, unit: str) -> str:
     peak = max(placement.peak)
     amount = _bytes(peak) if unit == "bytes" else f"{peak:.3g} {unit}"
     held = f", most activations on one device {amount}" if peak else ""
+    bubble = f"{100 * placement.mean_bubble:.1f} %"
     return (
         f"F forward, {backward}, {IDLE} waiting; small letters: the device's later stages\n"
-        f"makespan {placement.makespan:.4g} s, mean bubble {100 * placement.mean_bubble:.1f} %{held}"
+        f"makespan {placement.makespan:.4g} s, mean bubble {bubble}{held}"
     )
 
 

@@ -9,10 +9,13 @@ over all devices (start of operations in the simulated time), hence:
 - a reduction stands at the simulated time at which its last holder is ready, on all its holders.
   Two devices that share two reductions list them in the same order, and one that is early goes
   on computing until the others are ready.
+- a switch to another plan begins with all early copies of state, which travel on their own while
+  the iteration computes; what is handed over follows the update of its slab.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from megatron_flex.model.layers import LayerList
@@ -20,20 +23,24 @@ from megatron_flex.schedule.instructions import (
     Backward,
     BackwardInput,
     BackwardWeight,
+    Drop,
     Forward,
     GlobalNorm,
     Instruction,
     Program,
     RecvActivation,
     RecvGradient,
+    RecvState,
     ReduceGradient,
     SendActivation,
     SendGradient,
+    SendState,
     SquaredNorm,
     UpdateOrSkip,
 )
 from megatron_flex.schedule.placement import OpKind, Placement
 from megatron_flex.schedule.slabs import slab_holders, slab_stages
+from megatron_flex.schedule.transition import Move, Transition
 
 FORWARD, BACKWARD, WEIGHT = OpKind.FORWARD, OpKind.BACKWARD, OpKind.WEIGHT
 
@@ -52,8 +59,14 @@ class Reduction:
     after: int
 
 
-def reductions(placement: Placement, layers: LayerList) -> tuple[Reduction, ...]:
-    """The reduction of every slab (also of those with one holder), in the order of issue."""
+def reductions(
+    placement: Placement, layers: LayerList, switch: Transition | None = None
+) -> tuple[Reduction, ...]:
+    """The reduction of every slab (also of those with one holder), in the order of issue.
+
+    Devices that join a slab early take part.
+    """
+    joiners = {} if switch is None else switch.joiners
     problem = placement.problem
     plan, M = problem.plan, problem.costs.num_micro_batches
     S = len(plan.stages)
@@ -70,18 +83,24 @@ def reductions(placement: Placement, layers: LayerList) -> tuple[Reduction, ...]
         zip(slab_stages(plan, layers), slab_holders(plan, layers), strict=True)
     ):
         ready, after = max(latest[s] for s in stages)
-        found.append(Reduction(slab, group, ready, after))
+        members = tuple(sorted({*group, *joiners.get(slab, ())}))
+        found.append(Reduction(slab, members, ready, after))
     return tuple(sorted(found, key=lambda r: (r.ready, r.after, r.slab)))
 
 
 def emit(
-    placement: Placement, layers: LayerList, tokens: tuple[int, ...], world_size: int
+    placement: Placement,
+    layers: LayerList,
+    tokens: tuple[int, ...],
+    world_size: int,
+    switch: Transition | None = None,
 ) -> Program:
     """The instruction lists of devices ``0 .. world_size - 1``.
 
     Args:
         tokens: tokens of each micro-batch, the sizes of the messages.
         world_size: number of devices; those without a stage only take part in ``GlobalNorm``.
+        switch: the change to the next iteration's plan; ``None`` keeps the plan.
     """
     problem = placement.problem
     plan, costs = problem.plan, problem.costs
@@ -90,19 +109,51 @@ def emit(
         raise ValueError(
             f"{len(tokens)} micro-batches have tokens, but {costs.num_micro_batches} have costs"
         )
+    if switch is not None:
+        if switch.plan != plan:
+            raise ValueError(f"the switch starts from '{switch.plan}', the program is on '{plan}'")
+        switch.next_plan.check(layers.num_units, world_size)
     messages = _messages(placement)
-    reduces = () if problem.forward_only else reductions(placement, layers)
+    reduces = () if problem.forward_only else reductions(placement, layers, switch)
+    moves = () if switch is None else switch.moves
     lists: list[tuple[Instruction, ...]] = []
     for device in range(world_size):
-        out: list[Instruction] = []
-        if device < problem.num_devices:
-            _compute(out, placement, device, tokens, messages, reduces)
+        out: list[Instruction] = _state_messages(device, (m for m in moves if m.early))
+        _compute(out, placement, device, tokens, messages, reduces)
         own = [r for r in reduces if device in r.group]
         out.extend(SquaredNorm(r.slab) for r in own if r.group[0] == device)
         out.append(GlobalNorm())
-        out.extend(UpdateOrSkip(slab) for slab in sorted(r.slab for r in own))
+        _updates(out, device, sorted(r.slab for r in own), switch)
         lists.append(tuple(out))
-    return Program(plan, tokens, problem.route, tuple(lists))
+    next_plan = None if switch is None else switch.next_plan
+    return Program(plan, tokens, problem.route, tuple(lists), next_plan)
+
+
+def _state_messages(device: int, moves: Iterable[Move]) -> list[Instruction]:
+    out: list[Instruction] = []
+    for move in moves:
+        if move.source == device:
+            out.append(SendState(move.slab, move.target))
+        elif move.target == device:
+            out.append(RecvState(move.slab, move.source))
+    return out
+
+
+def _updates(
+    out: list[Instruction], device: int, slabs: list[int], switch: Transition | None
+) -> None:
+    """The updates of one device, what it hands over after them, and what it gives up."""
+    if switch is None:
+        out.extend(UpdateOrSkip(slab) for slab in slabs)
+        return
+    late = [m for m in switch.moves if not m.early and device in (m.source, m.target)]
+    dropped = [s for s in slabs if device in switch.drops[s]]
+    sent = {m.slab for m in late if m.source == device}
+    # What others wait for comes first.
+    slabs = [s for s in slabs if s not in dropped or s in sent]
+    out.extend(UpdateOrSkip(slab) for slab in sorted(slabs, key=lambda s: (s not in sent, s)))
+    out.extend(_state_messages(device, late))
+    out.extend(Drop(slab) for slab in dropped)
 
 
 def _messages(placement: Placement) -> dict[tuple[int, int], list[int]]:
@@ -143,7 +194,7 @@ def _compute(
     backward = BackwardInput if problem.split else Backward
     pending = [r for r in reversed(reduces) if device in r.group and len(r.group) > 1]
     taken: set[int] = set()
-    for code in placement.order[device]:
+    for code in placement.order[device] if device < problem.num_devices else ():
         start, number = placement.start[code], placement.sequence[code]
         while pending and (pending[-1].ready, pending[-1].after) < (start, number):
             out.append(ReduceGradient(pending[-1].slab, pending.pop().group))

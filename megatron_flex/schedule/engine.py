@@ -12,7 +12,7 @@ import math
 from collections.abc import Sequence
 from heapq import heappop, heappush
 
-from megatron_flex.schedule.budget import Budget
+from megatron_flex.schedule.budget import Banker, Ticket, in_one_direction
 from megatron_flex.schedule.placement import OpKind, Placement, Problem, positions
 from megatron_flex.schedule.policies.policy import Limits, Policy
 
@@ -34,17 +34,38 @@ def place(
         limits: what may be in flight.
         stop: give up (``None``) as soon as the makespan is sure to reach this many seconds.
 
-    Every operation is placed: where limits would stop everything, the earliest waiting forward
-    goes on regardless, and the predicted peak shows it.
+    Every operation is placed. Where the memory of a device is less than one micro-batch needs
+    there, the earliest waiting forward goes on regardless, and the predicted peak shows it.
     """
-    return _Pass(problem, policy, turn, limits).run(stop)
+    if problem.forward_only or min(limits.memory) == math.inf:
+        return _Pass(problem, policy, turn, limits.in_flight, None).run(stop)
+    lender = Banker(problem, limits.memory)
+    try:
+        found = _Pass(problem, policy, turn, limits.in_flight, lender).run(stop)
+    except _Stuck:
+        found = None
+    else:
+        # Giving up may have been due to a pass that was about to get stuck.
+        if found is not None or in_one_direction(problem.plan):
+            return found
+    ticket = Ticket(problem, limits.memory, turn)
+    return _Pass(problem, policy, turn, limits.in_flight, ticket).run(stop)
+
+
+class _Stuck(Exception):
+    """The banker's rule stopped the pipeline."""
 
 
 class _Pass:
     """State of one pass. Operations are codes, as :mod:`placement` says."""
 
     def __init__(
-        self, problem: Problem, policy: Policy, turn: Sequence[int], limits: Limits
+        self,
+        problem: Problem,
+        policy: Policy,
+        turn: Sequence[int],
+        cap: Sequence[float],
+        lender: Banker | Ticket | None,
     ) -> None:
         self.problem, self.policy, self.turn = problem, policy, turn
         costs = problem.costs
@@ -55,9 +76,7 @@ class _Pass:
         for position, micro_batch in enumerate(turn):
             self.rank[micro_batch] = position
         D = problem.num_devices
-        self.cap = limits.in_flight
-        self.tight = [self.train and m < math.inf for m in limits.memory]
-        self.budget = Budget(problem, limits.memory, self.tight)
+        self.cap, self.lender = cap, lender
         # One heap of ranks for each (kind, stage) of a device, looked at in the policy's order.
         self.queues: list[list[tuple[int, int, list[int]]]] = [[] for _ in range(D)]
         self.heap_of: list[dict[int, list[int]]] = [{} for _ in range(D)]  # by kind * S + stage
@@ -102,6 +121,8 @@ class _Pass:
             if not events:
                 if len(self.sequence) == len(self.duration):
                     return self.result()
+                if not isinstance(self.lender, Ticket):
+                    raise _Stuck
                 self.force(now)
                 continue
             horizon = events[0][0] + tolerance
@@ -154,7 +175,7 @@ class _Pass:
 
     def dispatch(self, device: int, now: float) -> None:
         """Start the most urgent operation that a free device may run, if any."""
-        tight = self.tight[device]
+        lender, used = self.lender, self.used[device]
         hold = self.policy.forwards_first and self.train and self.forwards_left[device] > 0
         starved = False
         for kind, stage, heap in self.queues[device]:
@@ -165,7 +186,7 @@ class _Pass:
                 # Nothing less urgent may take the memory that a forward waits for.
                 if starved or (self.train and self.in_flight[device][stage] >= self.cap[stage]):
                     continue
-                if tight and not self.budget.admits(device, stage, micro_batch, self.used[device]):
+                if lender and not lender.admits(device, stage, micro_batch, used):
                     starved = True
                     continue
             elif hold:
@@ -191,12 +212,12 @@ class _Pass:
             )
             if used > self.peak[device]:
                 self.peak[device] = used
-            if self.tight[device]:
-                self.budget.admit(device, stage, micro_batch)
+            if self.lender:
+                self.lender.admit(device, stage, micro_batch)
         heappush(self.events, (now + seconds, code))
 
     def force(self, now: float) -> None:
-        """Limits stopped everything: start the forward that entered first, whatever it takes."""
+        """A device is too small for one micro-batch: start the first one, whatever it takes."""
         _, _, device, stage, heap = min(
             (heap[0], -stage, device, stage, heap)
             for device, queue in enumerate(self.queues)

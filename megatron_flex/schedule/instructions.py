@@ -127,12 +127,41 @@ class UpdateOrSkip(SlabOp):
     __slots__ = ()
 
 
+class Drop(SlabOp):
+    """Free a slab: this device does not hold it in the next plan."""
+
+    __slots__ = ()
+
+
+@dataclass(frozen=True, slots=True)
+class StateOp(SlabOp):
+    """Weights and optimizer state of a slab on their way to a device that will hold it."""
+
+    peer: int
+
+
+class SendState(StateOp):
+    """Begin to send a slab's state to ``peer``. An update of the slab waits until it has left."""
+
+    __slots__ = ()
+
+
+class RecvState(StateOp):
+    """Make room for a slab and begin to receive its state from ``peer``.
+
+    Whatever uses the slab next waits for it. From here on this device takes part in the slab's
+    reduction, if the program says so, with a gradient of zero.
+    """
+
+    __slots__ = ()
+
+
 NAMES: dict[str, type[Instruction]] = {
     c.__name__: c
     for c in (
         Forward, Backward, BackwardInput, BackwardWeight,
         SendActivation, RecvActivation, SendGradient, RecvGradient,
-        ReduceGradient, SquaredNorm, GlobalNorm, UpdateOrSkip,
+        ReduceGradient, SquaredNorm, GlobalNorm, UpdateOrSkip, SendState, RecvState, Drop,
     )
 }  # fmt: skip
 
@@ -163,9 +192,11 @@ class Program:
         route: ``route[stage][micro_batch]`` is the device that runs it.
         instructions: one list a device, for devices ``0 .. world_size - 1``; idle devices still
             take part in ``GlobalNorm``.
+        next_plan: the layout that it leaves behind; ``None``: the same.
     """
 
     plan: Plan
     tokens: tuple[int, ...]
     route: tuple[tuple[int, ...], ...]
     instructions: tuple[tuple[Instruction, ...], ...]
+    next_plan: Plan | None = None

@@ -28,6 +28,7 @@ from megatron_flex.schedule.policies.zero_bubble_v import ZB_V
 from megatron_flex.schedule.replay import ScheduleError, replay
 from megatron_flex.schedule.routing import Route, check_route, route
 from megatron_flex.schedule.timeline import Timeline, timeline
+from megatron_flex.schedule.transition import Transition
 from megatron_flex.schedule.turns import turns
 
 POLICIES: dict[str, Policy] = {p.name: p for p in (GPIPE, ONE_F_ONE_B, ZB_H1, ZB_H2, ZB_V, ZB)}
@@ -91,7 +92,8 @@ def simulate(
         table: ``table[stage][micro_batch]`` is the device; default :func:`routing.route`.
         turn: micro-batches in the order of entry; default by number.
         memory: bytes of activations that each device (by number) may hold, instead of the
-            policy's own limit. A textbook order that needs more gives way to the policy's rule.
+            policy's own limit. A textbook order that needs more gives way to the policy's rule;
+            GPipe holds everything, whatever the limit.
         forward_only: an evaluation.
     """
     problem = _problem(plan, costs, rule, table, forward_only)
@@ -184,6 +186,7 @@ def build(
     turn: Sequence[int] | None = None,
     memory: Sequence[float] | None = None,
     forward_only: bool = False,
+    switch: Transition | None = None,
 ) -> Schedule:
     """Schedule one iteration and write its instruction lists.
 
@@ -191,6 +194,7 @@ def build(
         tokens: tokens of each micro-batch.
         world_size: number of devices; ``instructions`` has a list for each, idle ones included.
         table, turn, memory, forward_only: as for :func:`simulate`.
+        switch: the change to the next iteration's plan; ``None`` keeps the plan.
 
     Raises ``ValueError`` (or its kind ``PlanError``) when plan, model, costs and world size do
     not belong together.
@@ -199,7 +203,7 @@ def build(
     placement = simulate(
         plan, costs, rule, table=table, turn=turn, memory=memory, forward_only=forward_only
     )
-    return finish(placement, layers, tokens, world_size=world_size, name=rule.name)
+    return finish(placement, layers, tokens, world_size=world_size, name=rule.name, switch=switch)
 
 
 def finish(
@@ -209,9 +213,10 @@ def finish(
     *,
     world_size: int,
     name: str,
+    switch: Transition | None = None,
 ) -> Schedule:
     """Instruction lists and times of operations that :func:`search` or :func:`simulate` placed."""
-    program = emit(placement, layers, tuple(tokens), world_size)
+    program = emit(placement, layers, tuple(tokens), world_size, switch)
     return Schedule(name, program, timeline(placement, layers))
 
 
@@ -242,10 +247,12 @@ def _simulate(
     stop: float,
 ) -> Placement | None:
     limits = rule.limits(problem)
-    if memory is not None:
+    if memory is not None and not rule.forwards_first:
         if len(memory) < problem.num_devices:
             raise ValueError(f"memory names {len(memory)} devices of {problem.num_devices}")
         limits = Limits(limits.in_flight, tuple(memory))
+    else:
+        memory = None
     orders = None if problem.forward_only else rule.order(problem, turn)
     if orders is not None:
         try:
@@ -259,14 +266,15 @@ def _simulate(
 
 
 def _candidates(problem: Problem, tries: int) -> Iterator[tuple[Policy, str, tuple[int, ...]]]:
-    """Rules and orders of entry, most promising first."""
+    """Rules and orders of entry, most promising first.
+
+    The free rule gains most from a good order of entry; where all micro-batches are equal there is
+    only one, and the textbook's orders may be better.
+    """
     pipeline = max(1, round(len(problem.plan.devices) / max(problem.plan.degrees)))
     given = tuple(range(problem.costs.num_micro_batches))
-    # Equal micro-batches: only the textbook's orders can be better than the first pass.
-    ordered = list(turns(problem.costs, pipeline))
-    found: list[tuple[Policy, str, tuple[int, ...]]] = [(ZB, *ordered[0])]
+    found = [(ZB, name, turn) for name, turn in turns(problem.costs, pipeline)]
     for rule in (ZB_V, ZB_H1):
         if rule.order(problem, given) is not None:
-            found.append((rule, "given", given))
-    found.extend((ZB, name, turn) for name, turn in ordered[1:])
+            found.insert(min(4, len(found)), (rule, "given", given))
     yield from found[:tries]

@@ -44,6 +44,8 @@ def dumps(program: Program) -> str:
     """The text form of a program."""
     lines = [HEADER, f"plan {program.plan}", f"tokens {' '.join(map(str, program.tokens))}"]
     lines.extend(f"route {' '.join(map(str, row))}" for row in program.route)
+    if program.next_plan is not None:
+        lines.append(f"next {program.next_plan}")
     for device, instructions in enumerate(program.instructions):
         lines.append(f"device {device}")
         lines.extend(f"  {instruction}" for instruction in instructions)
@@ -56,6 +58,7 @@ def loads(text: str) -> Program:
     if not lines or lines[0] != HEADER:
         raise ValueError(f"not a program: line 1 must be '{HEADER}'")
     plan: Plan | None = None
+    next_plan: Plan | None = None
     tokens: tuple[int, ...] = ()
     route: list[tuple[int, ...]] = []
     lists: list[list[Instruction]] = []
@@ -64,6 +67,8 @@ def loads(text: str) -> Program:
         try:
             if word == "plan":
                 plan = Plan.parse(rest)
+            elif word == "next":
+                next_plan = Plan.parse(rest)
             elif word == "tokens":
                 tokens = tuple(map(int, rest.split()))
             elif word == "route":
@@ -80,7 +85,7 @@ def loads(text: str) -> Program:
             raise ValueError(f"line {number}, '{line.strip()}': {error}") from error
     if plan is None:
         raise ValueError("the program has no line 'plan ...'")
-    return Program(plan, tokens, tuple(route), tuple(map(tuple, lists)))
+    return Program(plan, tokens, tuple(route), tuple(map(tuple, lists)), next_plan)
 
 
 def save(program: Program, path: str | Path) -> None:

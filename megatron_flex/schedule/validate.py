@@ -18,22 +18,27 @@ from megatron_flex.schedule.instructions import (
     BackwardInput,
     BackwardWeight,
     Compute,
+    Drop,
     Forward,
     GlobalNorm,
     Instruction,
     Program,
     RecvActivation,
     RecvGradient,
+    RecvState,
     ReduceGradient,
     SendActivation,
     SendGradient,
+    SendState,
+    SlabOp,
     SquaredNorm,
     Transfer,
     UpdateOrSkip,
 )
 from megatron_flex.schedule.routing import check_route
-from megatron_flex.schedule.slabs import slab_holders, slab_stages
+from megatron_flex.schedule.slabs import slab_stages
 from megatron_flex.schedule.text import excerpt
+from megatron_flex.schedule.validate_switch import SwitchReplay
 
 #: What a (stage, micro-batch) has gone through.
 NOTHING, FORWARDED, HALF, DONE = range(4)
@@ -73,7 +78,8 @@ class _Replay:
         self.plan, self.route, self.tokens = program.plan, program.route, program.tokens
         self.S, self.M, self.D = len(self.route), len(self.tokens), len(program.instructions)
         self.stages_of_slab = slab_stages(self.plan, layers)
-        self.holders = slab_holders(self.plan, layers)
+        self.switch = SwitchReplay(program, layers, self.stop)
+        self.holders = self.switch.members
         self.state = bytearray(self.S * self.M)
         # Inputs at hand: the previous stage's output, the next stage's gradient.
         self.activation = bytearray(self.S * self.M)
@@ -109,6 +115,9 @@ class _Replay:
             SquaredNorm: self.squared_norm,
             GlobalNorm: self.global_norm,
             UpdateOrSkip: self.update,
+            SendState: self.send_state,
+            RecvState: self.receive_state,
+            Drop: self.drop,
         }
 
     def run(self) -> None:
@@ -123,8 +132,8 @@ class _Replay:
                 handler = handlers.get(type(instruction))
                 if handler is None:
                     self.fail("no device knows this instruction in a training program")
-                if self.past_norm[device] and type(instruction) is not UpdateOrSkip:
-                    self.fail("only updates may follow the global norm")
+                if self.past_norm[device] and not isinstance(instruction, SlabOp):
+                    self.fail("only updates and a switch may follow the global norm")
                 if not handler(instruction):
                     break
                 step += 1
@@ -152,6 +161,8 @@ class _Replay:
 
     def forward(self, op: Forward) -> bool:
         index = self.here(op)
+        if not self.switch.present(self.device, self.units_of(op.stage)):
+            return False
         if self.state[index] != NOTHING:
             self.fail(f"a second forward of micro-batch {op.micro_batch} on stage {op.stage}")
         if op.stage and not self.activation[index]:
@@ -295,6 +306,8 @@ class _Replay:
         return True
 
     def squared_norm(self, op: SquaredNorm) -> bool:
+        if self.past_norm[self.device]:
+            self.fail("a norm after the global norm")
         self.final(op.slab)
         if op.slab in self.normed:
             self.fail(f"the norm of slab {op.slab} is counted twice, first by device"
@@ -349,13 +362,40 @@ class _Replay:
             self.fail("an update before the global norm")
         if op.slab in self.updated[self.device]:
             self.fail(f"slab {op.slab} is updated a second time")
+        if not self.switch.update(self.device, op.slab):
+            return False
         self.updated[self.device].add(op.slab)
+        return True
+
+    # -- a switch ------------------------------------------------------------------------------
+
+    def send_state(self, op: SendState) -> bool:
+        if not 0 <= op.peer < self.D or op.peer == self.device:
+            self.fail(f"a state goes to another of the {self.D} devices")
+        waiting = self.switch.send(self.device, op)
+        if waiting is not None:
+            self.ready.append(waiting)
+        return True
+
+    def receive_state(self, op: RecvState) -> bool:
+        self.switch.receive(self.device, op, late=bool(self.past_norm[self.device]))
+        return True
+
+    def drop(self, op: Drop) -> bool:
+        if not self.past_norm[self.device]:
+            self.fail("a slab is dropped before the global norm")
+        self.final(op.slab)
+        self.switch.drop(self.device, op.slab)
         return True
 
     # -- the end -------------------------------------------------------------------------------
 
     def finish(self) -> None:
-        """Every list must have come to its end with nothing left over."""
+        """Every list must have come to its end, with all updates.
+
+        No message can be left over here: a send is refused unless one operation needs it, and
+        that operation is refused without its receive.
+        """
         lists = self.program.instructions
         for device in range(self.D):
             if self.at[device] == len(lists[device]) and not self.past_norm[device]:
@@ -364,17 +404,9 @@ class _Replay:
         blocked = [d for d in range(self.D) if self.at[d] < len(lists[d])]
         if blocked:
             self.deadlock(blocked)
-        for (source, target), queue in self.queues.items():
-            if queue:
-                self.device, self.step = source, queue[0][1]
-                self.fail(f"device {target} never receives this message")
         if not self.train:
             return
-        for slab, holders in enumerate(self.holders):
-            for device in holders:
-                if slab not in self.updated[device]:
-                    self.device, self.step = device, len(lists[device])
-                    self.fail(f"the list ends without an update of slab {slab}")
+        self.switch.finish()
 
     def deadlock(self, blocked: list[int]) -> NoReturn:
         """Name the device whose wait cannot end; if there is none, all wait for each other."""
@@ -397,6 +429,9 @@ class _Replay:
                 never = any(instruction not in self.ahead(other) for other in others)
                 reason = f"waits for devices {_names(others)} at the reduction"
                 reason += ", which lack it" if never else ""
+            elif not isinstance(instruction, GlobalNorm):
+                never = True
+                reason = "waits for the state of a slab, which no device sends"
             else:
                 others, never = set(range(self.D)) - self.at_norm, False
                 reason = f"waits for devices {_names(others)} at the global norm"
@@ -426,6 +461,16 @@ class _Replay:
             self.device,
             self.step,
         )
+
+    def stop(self, reason: str, device: int | None = None) -> NoReturn:
+        """Fail; with ``device``, at the end of its list."""
+        if device is not None:
+            self.device, self.step = device, len(self.program.instructions[device])
+        self.fail(reason)
+
+    def units_of(self, stage: int) -> range:
+        """The units of a stage."""
+        return range(self.plan.stages[stage].start, self.plan.stages[stage].stop)
 
     def neighbours(self) -> list[int]:
         """The failing device and those that it exchanges messages with nearby."""

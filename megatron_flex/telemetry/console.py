@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from megatron_flex.telemetry.interval import IntervalSummary
-from megatron_flex.telemetry.log_line import timing_lines, training_line, validation_lines
+from megatron_flex.telemetry.log_line import training_line, validation_lines
 from megatron_flex.telemetry.record import IterationRecord, ValidationRecord
 
 
@@ -17,23 +17,18 @@ class ConsoleSink:
         train_iters: int,
         *,
         log_throughput: bool = False,
-        timing_log_level: int = 0,
-        timing_log_option: str = "minmax",
         echo: Callable[[str], None] | None = None,
     ) -> None:
         self._train_iters = train_iters
         self._log_throughput = log_throughput
-        self._timing = (timing_log_level, timing_log_option)
         self._echo = echo or _print
 
     def iteration(self, record: IterationRecord) -> None:
         """Nothing: lines are for intervals."""
 
     def interval(self, summary: IntervalSummary) -> None:
-        """Print the line, and the timings if they are wanted."""
+        """Print the line."""
         self._echo(training_line(summary, self._train_iters, log_throughput=self._log_throughput))
-        for line in timing_lines(summary, *self._timing):
-            self._echo(line)
 
     def validation(self, record: ValidationRecord) -> None:
         """Print the losses and perplexities between two rules."""

@@ -22,7 +22,6 @@ class IntervalSummary:
         skipped: iterations without update.
         nan: those of them whose loss or gradient norm was NaN or infinite.
         throughput: tokens, padding and floating-point operations a second.
-        timings: mean seconds of each part of an iteration on each worker.
     """
 
     last: IterationRecord
@@ -32,7 +31,6 @@ class IntervalSummary:
     skipped: int
     nan: int
     throughput: Throughput
-    timings: Mapping[str, tuple[float, ...]]
 
 
 class Interval:
@@ -72,18 +70,8 @@ class Interval:
             skipped=len(records) - len(advanced),
             nan=sum(r.skipped and _not_finite(r) for r in records),
             throughput=throughput(records, self._world_size, self._peak_flops),
-            timings=_mean_timings(records),
         )
 
 
 def _not_finite(record: IterationRecord) -> bool:
     return not (record.finite and all(math.isfinite(v) for v in record.losses.values()))
-
-
-def _mean_timings(records: list[IterationRecord]) -> dict[str, tuple[float, ...]]:
-    """Seconds an iteration, for the parts that the newest iteration reports."""
-    means = {}
-    for name in (t.name for t in records[-1].timings):
-        rows = [t.seconds for r in records for t in r.timings if t.name == name]
-        means[name] = tuple(sum(column) / len(records) for column in zip(*rows, strict=True))
-    return means

@@ -103,7 +103,6 @@ def iteration_object(record: IterationRecord) -> dict[str, Any]:
         "num_zeros": record.num_zeros,
         "params_norm": record.params_norm,
         "plan": record.plan or None,
-        "timings": {t.name: list(t.seconds) for t in record.timings} or None,
         **record.memory,
         **record.extra,
     }

@@ -66,33 +66,3 @@ def validation_lines(record: ValidationRecord) -> tuple[str, str, str]:
         text += f"{name} value: {value:.6E} | {name} PPL: {perplexity(value):.6E} | "
     rule = "-" * (len(text) + 1)
     return rule, text, rule
-
-
-def timing_lines(summary: IntervalSummary, level: int, option: str) -> tuple[str, ...]:
-    """Time of the parts of an iteration, as megatron-core's timers print it.
-
-    Args:
-        summary: the iterations since the last line.
-        level: ``--timing-log-level``; parts of a higher level are left out.
-        option: ``--timing-log-option``: ``max``, ``minmax`` or ``all``.
-    """
-    wanted = {t.name for t in summary.last.timings if t.level <= level}
-    times = {n: [1000.0 * s for s in row] for n, row in summary.timings.items() if n in wanted}
-    if not times:
-        return ()
-    if option == "all":
-        lines = ["times across ranks (ms):"]
-        for name, row in times.items():
-            lines.append(f"  {name}:")
-            lines += [f"     rank {rank:2d}: {value:.2f}" for rank, value in enumerate(row)]
-        return tuple(lines)
-    if option == "max":
-        lines = ["max time across ranks (ms):"]
-        lines += [
-            f"    {(name + ' ').ljust(48, '.')}: {max(row):.2f}" for name, row in times.items()
-        ]
-        return tuple(lines)
-    lines = ["(min, max) time across ranks (ms):"]
-    for name, row in times.items():
-        lines.append(f"    {(name + ' ').ljust(48, '.')}: ({min(row):.2f}, {max(row):.2f})")
-    return tuple(lines)

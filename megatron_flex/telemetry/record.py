@@ -7,21 +7,6 @@ from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
-class Timing:
-    """Time of one part of an iteration on each worker.
-
-    Attributes:
-        name: such as ``forward-backward``; Megatron's names where the part is the same.
-        level: the ``--timing-log-level`` from which on it is reported, 1 or 2.
-        seconds: one number a worker.
-    """
-
-    name: str
-    level: int
-    seconds: tuple[float, ...]
-
-
-@dataclass(frozen=True)
 class IterationRecord:
     """One training iteration, over all workers.
 
@@ -43,7 +28,6 @@ class IterationRecord:
         params_norm: L2 norm of all parameters (``--log-params-norm``).
         skipped_samples: samples of all skipped iterations of the run that were left out of
             training on purpose; Megatron's ``skipped samples``.
-        timings: parts of the iteration (``--timing-log-level``).
         memory: bytes or counts by name (``--log-memory-to-tensorboard``).
         plan: text form of the layout.
         extra: further numbers for JSONL and TensorBoard, by name.
@@ -65,7 +49,6 @@ class IterationRecord:
     num_zeros: int | None = None
     params_norm: float | None = None
     skipped_samples: int = 0
-    timings: tuple[Timing, ...] = ()
     memory: Mapping[str, float] = field(default_factory=dict)
     plan: str = ""
     extra: Mapping[str, float] = field(default_factory=dict)

@@ -81,8 +81,6 @@ def open_recorder(
         ConsoleSink(
             config.training.train_iters,
             log_throughput=g.log_throughput,
-            timing_log_level=g.timing_log_level,
-            timing_log_option=g.timing_log_option,
             echo=echo,
         )
     ]
@@ -95,7 +93,6 @@ def open_recorder(
         log_memory=g.log_memory_to_tensorboard,
         log_world_size=g.log_world_size_to_tensorboard,
         log_timers=g.log_timers_to_tensorboard,
-        timing_log_level=g.timing_log_level,
     )
     if g.tensorboard_dir is not None:
         sinks.append(

@@ -30,7 +30,6 @@ class ScalarOptions:
     log_memory: bool = False
     log_world_size: bool = False
     log_timers: bool = False
-    timing_log_level: int = 0
 
 
 def iteration_scalars(record: IterationRecord, options: ScalarOptions) -> Iterator[Scalar]:
@@ -70,10 +69,6 @@ def interval_scalars(summary: IntervalSummary, options: ScalarOptions) -> Iterat
     yield Scalar("padding", summary.throughput.padding_percent, by_samples=False)
     if summary.throughput.mfu_percent is not None:
         yield Scalar("mfu", summary.throughput.mfu_percent, by_samples=False)
-    wanted = {t.name for t in summary.last.timings if t.level <= options.timing_log_level}
-    for name, seconds in summary.timings.items():
-        if name in wanted:
-            yield Scalar(f"{name}-time", max(seconds), by_samples=False)
 
 
 def validation_scalars(record: ValidationRecord, options: ScalarOptions) -> Iterator[Scalar]:

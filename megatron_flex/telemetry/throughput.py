@@ -1,18 +1,14 @@
 """Tokens and floating-point operations a second.
 
-The floating-point operations of a batch follow from its samples' own lengths, so that padding and
-recomputation do not count as work done. ``planner/flops.py`` has the formula; it is Megatron-LM's
-``num_floating_point_operations`` with each sample's length in the place of ``--seq-length``.
+The floating-point operations come with the records. ``planner/flops.py`` derives them from the
+samples' own lengths, so that padding and recomputation do not count as work done.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatron_flex.data.microbatch import MicroBatch
-from megatron_flex.model.config import ModelConfig
-from megatron_flex.planner.flops import iteration_flops
 from megatron_flex.telemetry.record import IterationRecord
 
 # Dense bfloat16 peak in TFLOP/s, from the vendors' data sheets; matched against the start of the
@@ -75,15 +71,6 @@ def throughput(
         tflops=flops / 1e12,
         mfu_percent=None if peak_flops is None else 100.0 * flops / peak_flops,
     )
-
-
-def batch_flops(model: ModelConfig, micro_batches: Iterable[MicroBatch]) -> float:
-    """Floating-point operations of a global batch, forward and backward."""
-    tokens = squares = 0
-    for micro_batch in micro_batches:
-        tokens += micro_batch.tokens
-        squares += micro_batch.squares
-    return iteration_flops(model, tokens, squares)
 
 
 def known_peak_flops(device_name: str, *, bf16: bool) -> float | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
@@ -27,6 +28,8 @@ from megatron_flex.runtime.holdings import Holdings
 from megatron_flex.runtime.optimizer import OptimizerConfig, StepSize
 from megatron_flex.runtime.world import World
 from megatron_flex.schedule.instructions import Backward, Program, ReduceGradient
+from megatron_flex.schedule.transition import transition
+from megatron_flex.schedule.validate import validate
 
 # The gradient of the key's bias is exactly zero in theory and rounding noise (1e-9) in practice.
 # With an epsilon of 1e-8 Adam turns that noise into steps; this keeps it out of the comparison.
@@ -51,7 +54,7 @@ class Outcome:
 
     results: tuple[StepResult, ...]
     state: dict[str, torch.Tensor]
-    steps: dict[int, int]
+    updates: int
 
 
 def batch_of(iteration: int, size: int = 8, longest: int = 60) -> GlobalBatch:
@@ -80,38 +83,63 @@ def packed(config: ModelConfig, micro_batch: MicroBatch, masked: frozenset[int])
 
 def train(
     config: ModelConfig,
-    plan_text: str,
+    plans: str | Sequence[str],
     iterations: int = 20,
     *,
     policy: str = "1f1b",
     fault: str = "",
     masked: frozenset[int] = frozenset(),
     longest: int = 60,
+    way: str = "early",
+    exact: bool = False,
+    fault_when: str = "always",
 ) -> Outcome:
-    """Train for some iterations on this worker's part of ``plan_text``."""
+    """Train on this worker's part of ``plans``: one, or one for each iteration (the last stays).
+
+    ``way`` is how slabs reach new holders: ``early``, ``late`` or ``mixed``. ``fault_when`` is
+    ``always`` (from iteration 3 on) or ``switch`` (only in the first iteration that switches).
+    """
     world = World.create(torch.device("cpu"), timedelta(seconds=30))
-    plan = Plan.parse(plan_text)
-    plan.check(config.layers.num_units, world.size)
-    holdings = Holdings(config, plan, world.rank, world.device)
+    texts = [plans] if isinstance(plans, str) else list(plans)
+    listed = [Plan.parse(t) for t in texts]
+    layers = config.layers
+    for plan in listed:
+        plan.check(layers.num_units, world.size)
+    holdings = Holdings(config, listed[0], world.rank, world.device, exact=exact)
     executor = Executor(world, holdings, OptimizerConfig(adam_eps=ADAM_EPS))
     results = []
+    broken = False
     for iteration in range(iterations):
+        plan, following = (listed[min(i, len(listed) - 1)] for i in (iteration, iteration + 1))
+        switch = None
+        if plan != following:
+            odd = frozenset((s, d) for s in range(layers.num_slabs) for d in range(world.size)
+                            if (s + d) % 2)  # fmt: skip
+            late = {"early": frozenset[tuple[int, int]](), "late": None, "mixed": odd}[way]
+            switch = transition(plan, following, layers, late=late)
         batch = batch_of(iteration, longest=longest)
         batch = replace(batch, denominators=(_loss_tokens(batch, masked),))
         parts = cut_by_tokens(batch, 2 * longest // 3, CostCoefficients())
-        program = build_program(config, plan, parts, world.size, policy=policy)
-        world.prepare_reductions(reduction_groups([program]))
-        if fault and iteration >= 3:
-            program = inject(fault, holdings, program, world.rank, first=iteration == 3)
+        program = build_program(config, plan, parts, world.size, policy=policy, switch=switch)
+        validate(program, layers)
+        if world.reductions is not None:
+            world.reductions.prepare(reduction_groups([program]))
+        due = iteration >= 3 if fault_when == "always" else switch is not None and not broken
+        if fault and due:
+            program = inject(fault, holdings, program, world.rank, first=not broken)
+            broken = True
         inputs = StepInputs(
             lambda m, inputs, targets, parts=parts: packed(config, parts[m], masked),
             batch.denominators,
             StepSize(learning_rate=1e-3, weight_decay=0.1),
         )
         results.append(executor.run(program, inputs))
-    HANDLERS[Backward] = Executor._backward  # a job leaves no state behind
+        HANDLERS[Backward] = Executor._backward  # a fault leaves no state behind
+        if switch is not None:
+            holdings.adopt(following)
+    executor.settle()
     state = {k: v.clone() for k, v in holdings.named_state(owned=True).items()}
-    return Outcome(tuple(results), state, {s.index: s.steps for s in holdings})
+    return Outcome(tuple(results), state, holdings.updates)
 
 
 def _loss_tokens(batch: GlobalBatch, masked: frozenset[int]) -> int:
@@ -127,8 +155,8 @@ def merge(outcomes: list[Outcome]) -> tuple[tuple[StepResult, ...], dict[str, to
         assert outcome.results == outcomes[0].results, "workers disagree about the results"
         assert not state.keys() & outcome.state.keys(), "a tensor has two owners"
         state.update(outcome.state)
-    steps = {n for o in outcomes for n in o.steps.values()}
-    assert len(steps) == 1, f"slabs have made different numbers of updates: {steps}"
+    counts = {o.updates for o in outcomes}
+    assert len(counts) == 1, f"workers count different numbers of updates: {counts}"
     return outcomes[0].results, state
 
 
@@ -164,8 +192,8 @@ def inject(
                     slab.view(slab.exp_avg, entry).zero_()
                     slab.view(slab.exp_avg_sq, entry).zero_()
     elif fault == "lost step count":
-        for slab in holdings if first else ():
-            slab.steps = 0
+        if first:
+            holdings.updates = 0
     elif fault == "wrong decay group":
         for slab in holdings:
             slab.layout = replace(slab.layout, decayed=slab.layout.numel)

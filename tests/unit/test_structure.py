@@ -33,8 +33,8 @@ OPTIONAL = {
     "flash_attn": "flash-attn",
     "flash_attn_interface": "flash-attn",
     "transformer_engine": "transformer-engine",
+    "tokenizers": "tokenizers",
     "transformers": "transformers",
-    "huggingface_hub": "huggingface-hub",
     "wandb": "wandb",
 }
 

@@ -248,3 +248,43 @@ def test_a_save_removes_what_a_killed_one_left(saved: Path) -> None:
     save(saved, 3, {}, {}, group=None)
     assert not left.exists()
     assert layout.latest(saved) == 3
+
+
+def _padded(rows: int, filler: float) -> dict[str, torch.Tensor]:
+    """Two tensors with 5 real rows and some that pad the vocabulary."""
+    names = ("embedding.word_embeddings.weight", "optimizer.state.exp_avg.output_layer.weight")
+    real = torch.arange(15.0).view(5, 3)
+    return {name: torch.cat([real, torch.full((rows - 5, 3), filler)]) for name in names}
+
+
+def _vocabulary(rows: int) -> dict[str, Any]:
+    return {"model": {"vocab_size": 5, "padded_vocab_size": rows}}
+
+
+def test_rows_that_pad_the_vocabulary_stay_out_of_the_checksum(tmp_path: Path) -> None:
+    entries = []
+    for filler in (1.0, 2.0):
+        path = save(tmp_path, int(filler), _padded(8, filler), _vocabulary(8), group=None)
+        entries.append(Manifest.read(path).tensors)
+    assert entries[0] == entries[1]
+    changed = _padded(8, 1.0)
+    changed["embedding.word_embeddings.weight"][4, 2] += 1
+    path = save(tmp_path, 3, changed, _vocabulary(8), group=None)
+    assert Manifest.read(path).tensors != entries[0]
+
+
+@pytest.mark.parametrize("rows", [5, 6, 8, 16])
+def test_a_vocabulary_padded_to_another_size_loads(tmp_path: Path, rows: int) -> None:
+    save(tmp_path, 1, _padded(8, 1.0), _vocabulary(8), group=None)
+    tensors = {name: torch.zeros(rows, 3) for name in _padded(8, 1.0)}
+    load(tmp_path, tensors, group=None, model=_vocabulary(rows)["model"])
+    expected = _padded(8, 1.0) if rows == 8 else _padded(rows, 0.0)
+    assert all(torch.equal(tensors[name], expected[name]) for name in tensors)
+
+
+def test_a_vocabulary_of_another_size_is_refused(tmp_path: Path) -> None:
+    save(tmp_path, 1, _padded(8, 1.0), _vocabulary(8), group=None)
+    with pytest.raises(CheckpointError, match="vocab_size is 5 in the checkpoint and 6"):
+        load(tmp_path, {}, group=None, model={"vocab_size": 6, "padded_vocab_size": 8})
+    with pytest.raises(CheckpointError, match=r"has shape \[8, 3\] .* \[4, 3\] in this run"):
+        load(tmp_path, {name: torch.zeros(4, 3) for name in _padded(8, 1.0)}, group=None)

@@ -128,7 +128,6 @@ WRONG: list[tuple[str, tuple[str, ...], str]] = [
     ("--tensorboard-log-interval 2", (), "has no effect without --tensorboard-dir"),
     ("--no-log-loss-scale-to-tensorboard", (), "has no effect without --tensorboard-dir"),
     ("--device-peak-tflops 9", (), "has no effect without --log-throughput"),
-    ("--timing-log-option max", (), "has no effect without --timing-log-level"),
     ("--wandb-exp-name x", (), "--wandb-exp-name has no effect without --wandb-project"),
     ("--wandb-project x --wandb-save-dir d", (), "--wandb-project needs --wandb-exp-name"),
     ("--wandb-project x --wandb-exp-name y", (), "--wandb-project needs --wandb-save-dir"),

@@ -7,6 +7,7 @@ plain softmax over a dense mask stands in for it.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -67,7 +68,7 @@ def gpt_model(config: ModelConfig) -> torch.nn.Module:
     )
     spec.submodules.self_attention.submodules.core_attention = DenseAttention
     return GPTModel(
-        transformer_config(config),
+        dataclasses.replace(transformer_config(config), use_te_activation_func=False),
         spec,
         vocab_size=config.padded_vocab_size,
         max_sequence_length=config.max_position_embeddings,

@@ -61,7 +61,7 @@ def test_logits_losses_and_gradients_equal_bertmodel(
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
         for parameter in ours.values():
-            parameter += 0.1 * torch.randn(parameter.shape, generator=generator)
+            parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.1)
     model = reference.bert_model(config)
     theirs = reference.copy_weights(ours, model)
     batch = make_batch(lengths, config)

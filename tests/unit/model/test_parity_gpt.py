@@ -72,7 +72,7 @@ def randomize(parameters: dict[str, torch.nn.Parameter]) -> None:
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
         for parameter in parameters.values():
-            parameter += 0.1 * torch.randn(parameter.shape, generator=generator)
+            parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.1)
 
 
 @pytest.mark.parametrize("changes", GRID.values(), ids=GRID.keys())
@@ -126,6 +126,7 @@ def test_padded_vocabulary_rows_stay_out_of_the_loss() -> None:
     reference.copy_weights(ours, model)
     batch = make_batch((11, 6), config)
     assert batch.labels is not None
+    assert batch.loss_mask is not None
     logits = torch.cat([logits_of(model, part) for part in split_batch(batch)])[:, :50]
     losses = torch.nn.functional.cross_entropy(logits, batch.labels, reduction="none")
     loss = run(blocks, batch)

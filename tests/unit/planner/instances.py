@@ -55,7 +55,7 @@ def random_tables(seed: int, max_elements: int = 10, max_devices: int = 6) -> Ta
     server = np.arange(devices) // per_server
     activation = np.array([kinds[k].activation for k in kind])
     whole = state.sum() + optimizer.sum() + activation.sum() * tokens.sum()
-    loose = float(r.choice([0.05, 0.15, 0.3, 0.6, 2.0]))
+    loose = float(r.choice([0.1, 0.25, 0.5, 1.0, 3.0]))
     budget = np.rint(whole * loose * r.uniform(0.8, 1.2, devices))
     wires = Wires(
         per_byte=(0.001, 0.01),

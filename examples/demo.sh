@@ -1,0 +1,122 @@
+#!/usr/bin/env bash
+# Trains a small GPT with four workers on the CPU, on the source of Python's own standard library.
+#
+#   make demo                                          the whole of it
+#   make demo                                          again: trains on from the checkpoint
+#   make demo WORKERS=2 PLAN="0:6@0 | 6:10@1"          trains on with other workers and stages
+#
+# Everything it writes is under runs/demo; remove that to start from nothing. WORKERS, PLAN and
+# ITERATIONS (of one run of this script) may be set in the environment. Without make: put a Python
+# that has this package first in PATH.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+RUN=runs/demo
+WORKERS=${WORKERS:-4}
+ITERATIONS=${ITERATIONS:-150}
+# Units of this model: 0 the embedding, 1 to 8 the halves of four layers, 9 the output layer. That
+# one costs nearly as much as three layers, so it gets a stage of its own with two workers.
+if [[ -z ${PLAN:-} && $WORKERS == 4 ]]; then PLAN="0:5@0 | 5:9@1 | 9:10@2,3"; fi
+export OMP_NUM_THREADS=1
+
+say() { printf '\n== %s\n' "$*"; }
+
+mkdir -p "$RUN/data"
+if [[ ! -s $RUN/data/corpus.jsonl ]]; then
+  say "Collecting the functions and classes of Python's standard library"
+  python tools/stdlib_corpus.py --output "$RUN/data/corpus.jsonl"
+fi
+if [[ ! -s $RUN/data/tokenizer.model ]]; then
+  say "Training a tokenizer on them"
+  python tools/train_tokenizer.py --input "$RUN/data/corpus.jsonl" --vocab-size 4096 \
+    --output "$RUN/data/tokenizer.model"
+fi
+TOKENIZER_ARGS=(
+  --tokenizer-type SentencePieceTokenizer
+  --tokenizer-model "$RUN/data/tokenizer.model"
+)
+if [[ ! -s $RUN/data/stdlib_text_document.bin || ! -s $RUN/data/stdlib_text_document.idx ]]; then
+  say "Tokenizing"
+  python tools/preprocess_data.py --input "$RUN/data/corpus.jsonl" \
+    --output-prefix "$RUN/data/stdlib" "${TOKENIZER_ARGS[@]}" --append-eod --workers 2
+fi
+
+# A run that was interrupted goes on to its end; one that is complete is trained on.
+done_before=0
+if [[ -s $RUN/checkpoints/latest_checkpointed_iteration.txt ]]; then
+  done_before=$(<"$RUN/checkpoints/latest_checkpointed_iteration.txt")
+fi
+last=$(((done_before / ITERATIONS + 1) * ITERATIONS))
+
+GPT_MODEL_ARGS=(
+  --num-layers 4
+  --hidden-size 128
+  --num-attention-heads 4
+  --seq-length 1024
+  --position-embedding-type rope
+  --hidden-dropout 0
+  --attention-dropout 0
+)
+TRAINING_ARGS=(
+  --micro-batch-tokens 1024
+  --global-batch-size 16
+  --train-iters "$last"
+  --lr 3e-3
+  --min-lr 3e-4
+  --lr-decay-style cosine
+  --lr-decay-iters 1000
+  --lr-warmup-iters 10
+)
+MODEL_PARALLEL_ARGS=(--distributed-backend gloo)
+if [[ -n ${PLAN:-} ]]; then
+  MODEL_PARALLEL_ARGS+=(--flexpipe-plan "$PLAN")
+else
+  MODEL_PARALLEL_ARGS+=(--pipeline-model-parallel-size "$WORKERS")
+fi
+DATA_ARGS=(--data-path "$RUN/data/stdlib_text_document" --split 97,3,0 "${TOKENIZER_ARGS[@]}")
+EVAL_AND_LOGGING_ARGS=(
+  --log-interval 10
+  --eval-interval 50
+  --eval-iters 2
+  --save "$RUN/checkpoints"
+  --load "$RUN/checkpoints"
+  --save-interval 50
+  --keep-last-n 2
+  --exit-signal-handler
+  --tensorboard-dir "$RUN/tensorboard"
+  --log-jsonl "$RUN/log.jsonl"
+)
+
+if ((done_before)); then
+  say "Training on from iteration $done_before to $last with $WORKERS workers"
+else
+  say "Training $last iterations with $WORKERS workers (they need some seconds to start)"
+fi
+# The screen gets the gist of each log line, train.log the whole of it.
+if ! torchrun --standalone --nproc-per-node "$WORKERS" pretrain_gpt.py \
+  "${GPT_MODEL_ARGS[@]}" "${TRAINING_ARGS[@]}" "${MODEL_PARALLEL_ARGS[@]}" "${DATA_ARGS[@]}" \
+  "${EVAL_AND_LOGGING_ARGS[@]}" 2>&1 | tee "$RUN/train.log" | sed -u -E \
+  -e '/^-+ arguments -+$/,/^-+ end of arguments -+$/d' -e '/^-+$/d' \
+  -e 's/^ \[[^]]*\] (iteration +[0-9]+\/ *[0-9]+) .*(tokens\/s: +[0-9.]+).*(lm loss: [0-9.E+-]+).*/ \1   \3   \2/'; then
+  say "Training failed; the message above says why, $RUN/train.log has everything"
+  exit 1
+fi
+
+BIN=$(dirname "$(command -v torchrun)")
+BIN=${BIN#"$PWD/"}
+say "Done. In $PWD:"
+cat <<END
+  $RUN/checkpoints   the last two checkpoints; any layout of any number of workers can load them
+  $RUN/log.jsonl     one JSON object an iteration
+  $RUN/tensorboard   the same for TensorBoard
+  $RUN/train.log     what the workers printed
+
+Try next, in that directory:
+  $BIN/tensorboard --logdir $RUN/tensorboard
+  make demo WORKERS=2 PLAN="0:6@0 | 6:10@1"
+      the same training goes on with two workers, exactly as four would have gone on
+  $BIN/python tools/draw_schedule.py --plan "0:5@0 | 5:9@1 | 9:10@2,3" --micro-batches 6
+      what each worker does when
+  $BIN/python pretrain_gpt.py --help
+README.md says how to train on your own data.
+END

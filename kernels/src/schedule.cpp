@@ -1,0 +1,459 @@
+// The list scheduler's pass over one iteration, and the timing of a given order.
+//
+// megatron_flex/schedule/engine.py, budget.py and replay.py hold the same rules in Python,
+// operation by operation; the tests ask for the same bits. An operation is one number, (kind *
+// stages + stage) * batches + micro-batch; kinds are forward, backward (or its input half) and
+// weight half.
+#include <algorithm>
+#include <cstdint>
+#include <functional>
+#include <queue>
+#include <utility>
+#include <vector>
+
+#include "api.h"
+
+// Mirrored by megatron_flex/schedule/native.py; all fields are eight bytes.
+struct mflex_schedule_problem {
+  int64_t stages, batches, devices, kinds;
+  int64_t split;                // backward in two operations
+  int64_t train;                // 0: forwards only
+  int64_t forwards_first;       // a device begins its backwards after its last forward
+  int64_t lender;               // who admits forwards to memory: 0 nobody, 1 banker, 2 ticket
+  double tolerance;             // events that are closer happen at the same time
+  double stop;                  // give up when the makespan is sure to reach this
+  const double* duration;       // [kinds][stages][batches], seconds
+  const double* transfer;       // [stages - 1][batches], seconds
+  const double* activation;     // [stages][batches], bytes
+  const int64_t* route;         // [stages][batches], device
+  const int64_t* turn;          // [batches], micro-batches in the order of entry
+  const double* cap;            // [stages], forwards in flight on a replica
+  const double* memory;         // [devices], bytes
+  const int64_t* queue_offset;  // [devices + 1], into queue
+  const int64_t* queue;         // kind * stages + stage, most urgent first
+  const int64_t* order_offset;  // [devices + 1], into order
+  double* start;                // [operations], out
+  double* finish;               // [operations], out
+  double* peak;                 // [devices], out
+  int64_t* order;               // operations of each device in turn; out (replay: in)
+  int64_t* sequence;            // operations in the order in which they were started, out
+};
+
+namespace mflex {
+namespace {
+
+constexpr int64_t kForward = 0, kBackward = 1;
+constexpr double kSlack = 1 + 1e-12;
+enum Verdict : int64_t { kPlaced = 0, kGaveUp = 1, kStuck = 2 };
+
+// When the last message of each link (source, target) has crossed it.
+class Links {
+ public:
+  explicit Links(int64_t devices) : free_(static_cast<size_t>(devices)) {}
+
+  double cross(int64_t source, int64_t target, double now, double wire) {
+    auto& links = free_[static_cast<size_t>(source)];
+    auto found = std::find_if(links.begin(), links.end(),
+                              [target](const auto& link) { return link.first == target; });
+    if (found == links.end()) found = links.insert(found, {target, 0.0});
+    return found->second = std::max(now, found->second) + wire;
+  }
+
+ private:
+  std::vector<std::vector<std::pair<int64_t, double>>> free_;
+};
+
+class Lender {
+ public:
+  virtual ~Lender() = default;
+  virtual bool admits(int64_t device, int64_t stage, int64_t batch, double used) const = 0;
+  virtual void admit(int64_t device, int64_t stage, int64_t batch) = 0;
+};
+
+// budget.py: Banker.
+class Banker : public Lender {
+ public:
+  explicit Banker(const mflex_schedule_problem& p)
+      : p_(p), later_(p.stages * p.batches), way_(p.devices) {
+    for (int64_t d = 0; d < p.devices; ++d) {
+      memory_.push_back(p.memory[d] * kSlack);
+      spare_.push_back(memory_.back());
+    }
+    std::vector<double> after(p.devices);
+    for (int64_t m = 0; m < p.batches; ++m) {
+      for (int64_t s = 0; s < p.stages; ++s) after[p.route[s * p.batches + m]] = 0.0;
+      for (int64_t s = p.stages - 1; s >= 0; --s) {
+        const int64_t at = s * p.batches + m;
+        later_[at] = after[p.route[at]];
+        after[p.route[at]] = later_[at] + p.activation[at];
+      }
+    }
+  }
+
+  bool admits(int64_t device, int64_t stage, int64_t batch, double used) const override {
+    const int64_t at = stage * p_.batches + batch;
+    const double size = p_.activation[at];
+    if (used + size > memory_[device]) return false;
+    if (later_[at] == 0.0) return true;
+    double largest = 0.0;
+    for (const Way& way : way_[device]) largest = std::max(largest, way.need);
+    return spare_[device] - size >= std::max(largest, later_[at]);
+  }
+
+  void admit(int64_t device, int64_t stage, int64_t batch) override {
+    const int64_t at = stage * p_.batches + batch;
+    auto& ways = way_[device];
+    auto way =
+        std::find_if(ways.begin(), ways.end(), [batch](const Way& w) { return w.batch == batch; });
+    if (later_[at] != 0.0) {
+      if (way == ways.end()) way = ways.insert(way, Way{batch, 0.0, 0.0});
+      way->held = way->held + p_.activation[at];
+      way->need = later_[at];
+      spare_[device] -= p_.activation[at];
+    } else if (way != ways.end()) {
+      spare_[device] += way->held;
+      ways.erase(way);
+    }
+  }
+
+ private:
+  // A micro-batch with forwards still to come on a device: bytes that it holds and needs there.
+  struct Way {
+    int64_t batch;
+    double held, need;
+  };
+  const mflex_schedule_problem& p_;
+  std::vector<double> memory_, spare_, later_;
+  std::vector<std::vector<Way>> way_;
+};
+
+// budget.py: Ticket.
+class Ticket : public Lender {
+ public:
+  explicit Ticket(const mflex_schedule_problem& p)
+      : p_(p), under_way_(p.devices), room_(p.devices), held_(p.batches), complete_(p.batches) {
+    for (int64_t d = 0; d < p.devices; ++d) memory_.push_back(p.memory[d] * kSlack);
+    std::vector<double> whole(p.devices);
+    for (int64_t m = 0; m < p.batches; ++m) {
+      for (int64_t s = 0; s < p.stages; ++s) whole[p.route[s * p.batches + m]] = 0.0;
+      for (int64_t s = 0; s < p.stages; ++s) {
+        const int64_t at = s * p.batches + m;
+        whole[p.route[at]] = whole[p.route[at]] + p.activation[at];
+      }
+      for (int64_t s = 0; s < p.stages; ++s) {
+        const int64_t device = p.route[s * p.batches + m];
+        room_[device] = std::max(room_[device], whole[device]);
+      }
+    }
+  }
+
+  bool admits(int64_t device, int64_t stage, int64_t batch, double used) const override {
+    const double size = p_.activation[stage * p_.batches + batch];
+    if (used + size > memory_[device]) return false;
+    const int64_t holder = p_.turn[first_];
+    if (batch == holder || stage == p_.stages - 1) return true;
+    const double others = under_way_[device] - held_at(holder, device);
+    return others + size <= memory_[device] - room_[device];
+  }
+
+  void admit(int64_t device, int64_t stage, int64_t batch) override {
+    auto& held = held_[batch];
+    if (stage < p_.stages - 1) {
+      const double size = p_.activation[stage * p_.batches + batch];
+      auto found = std::find_if(held.begin(), held.end(),
+                                [device](const auto& part) { return part.first == device; });
+      if (found == held.end()) found = held.insert(found, {device, 0.0});
+      found->second += size;
+      under_way_[device] += size;
+      return;
+    }
+    for (const auto& [at, size] : held) under_way_[at] -= size;
+    held.clear();
+    complete_[batch] = 1;
+    while (first_ < p_.batches - 1 && complete_[p_.turn[first_]]) ++first_;
+  }
+
+ private:
+  double held_at(int64_t batch, int64_t device) const {
+    for (const auto& [at, size] : held_[batch]) {
+      if (at == device) return size;
+    }
+    return 0.0;
+  }
+
+  const mflex_schedule_problem& p_;
+  int64_t first_ = 0;
+  std::vector<double> memory_, under_way_, room_;
+  std::vector<std::vector<std::pair<int64_t, double>>> held_;
+  std::vector<char> complete_;
+};
+
+// engine.py: _Pass.
+class Pass {
+ public:
+  Pass(const mflex_schedule_problem& p, Lender* lender)
+      : p_(p),
+        lender_(lender),
+        rank_(p.batches),
+        slot_(p.devices * p.kinds * p.stages, -1),
+        waiting_(p.queue_offset[p.devices]),
+        in_flight_(p.devices * p.stages),
+        used_(p.devices),
+        forwards_left_(p.devices),
+        work_left_(p.devices),
+        placed_(p.devices),
+        idle_(p.devices, 1),
+        touched_(p.devices),
+        links_(p.devices) {
+    for (int64_t i = 0; i < p.batches; ++i) rank_[p.turn[i]] = i;
+    for (int64_t d = 0; d < p.devices; ++d) {
+      placed_[d] = p.order_offset[d];
+      p.peak[d] = 0.0;
+      for (int64_t i = p.queue_offset[d]; i < p.queue_offset[d + 1]; ++i) {
+        slot_[d * p.kinds * p.stages + p.queue[i]] = i;
+      }
+    }
+    const int64_t size = p.stages * p.batches;
+    for (int64_t code = 0; code < p.kinds * size; ++code) {
+      const int64_t device = p.route[code % size];
+      work_left_[device] += p.duration[code];
+      forwards_left_[device] += code < size;
+    }
+  }
+
+  Verdict run(double stop, bool force) {
+    const int64_t total = p_.kinds * p_.stages * p_.batches;
+    for (int64_t m = 0; m < p_.batches; ++m) ready(kForward * p_.stages, m, p_.route[m]);
+    double now = 0.0;
+    for (;;) {
+      for (int64_t d = 0; d < p_.devices; ++d) {
+        if (!touched_[d]) continue;
+        touched_[d] = 0;
+        if (!idle_[d]) continue;
+        if (now + work_left_[d] >= stop) return kGaveUp;
+        dispatch(d, now);
+      }
+      if (events_.empty()) {
+        if (started_ == total) return kPlaced;
+        if (!force) return kStuck;
+        start_anyway(now);
+        continue;
+      }
+      const double horizon = events_.top().first + p_.tolerance;
+      while (!events_.empty() && events_.top().first <= horizon) {
+        const auto [time, code] = events_.top();
+        events_.pop();
+        now = time;
+        handle(code, now);
+      }
+    }
+  }
+
+ private:
+  using Event = std::pair<double, int64_t>;  // time; operation, or -1 - operation: an arrival
+  using Heap = std::priority_queue<int64_t, std::vector<int64_t>, std::greater<int64_t>>;
+
+  void handle(int64_t code, double now) {
+    const bool arrival = code < 0;
+    if (arrival) code = -1 - code;
+    const int64_t queue = code / p_.batches, batch = code % p_.batches;
+    const int64_t kind = queue / p_.stages, stage = queue % p_.stages;
+    const int64_t device = p_.route[stage * p_.batches + batch];
+    if (arrival) return ready(queue, batch, device);
+    touched_[device] = 1;
+    idle_[device] = 1;
+    if (kind == kForward) {
+      if (stage + 1 < p_.stages) {
+        deliver(queue + 1, batch, device, now);
+      } else if (p_.train) {
+        ready(queue + p_.stages, batch, device);
+      }
+      return;
+    }
+    if (kind == kBackward) {
+      --in_flight_[device * p_.stages + stage];
+      if (stage) deliver(queue - 1, batch, device, now);
+      if (p_.split) return ready(queue + p_.stages, batch, device);
+    }
+    used_[device] -= p_.activation[stage * p_.batches + batch];
+  }
+
+  void ready(int64_t queue, int64_t batch, int64_t device) {
+    waiting_[slot_[device * p_.kinds * p_.stages + queue]].push(rank_[batch]);
+    touched_[device] = 1;
+  }
+
+  void deliver(int64_t queue, int64_t batch, int64_t source, double now) {
+    const int64_t stage = queue % p_.stages;
+    const int64_t target = p_.route[stage * p_.batches + batch];
+    if (source != target) {
+      const int64_t boundary = queue < p_.stages ? stage - 1 : stage;
+      const double wire = p_.transfer[boundary * p_.batches + batch];
+      const double arrival = links_.cross(source, target, now, wire);
+      if (arrival > now) {
+        events_.emplace(arrival, -1 - (queue * p_.batches + batch));
+        return;
+      }
+    }
+    ready(queue, batch, target);
+  }
+
+  void dispatch(int64_t device, double now) {
+    const bool hold = p_.forwards_first && p_.train && forwards_left_[device] > 0;
+    bool starved = false;
+    for (int64_t i = p_.queue_offset[device]; i < p_.queue_offset[device + 1]; ++i) {
+      if (waiting_[i].empty()) continue;
+      const int64_t queue = p_.queue[i], stage = queue % p_.stages;
+      const int64_t batch = p_.turn[waiting_[i].top()];
+      if (queue < p_.stages) {
+        if (starved || (p_.train && in_flight_[device * p_.stages + stage] >= p_.cap[stage])) {
+          continue;
+        }
+        if (lender_ && !lender_->admits(device, stage, batch, used_[device])) {
+          starved = true;
+          continue;
+        }
+      } else if (hold) {
+        continue;
+      }
+      waiting_[i].pop();
+      begin(device, queue, batch, now);
+      return;
+    }
+  }
+
+  void begin(int64_t device, int64_t queue, int64_t batch, double now) {
+    const int64_t code = queue * p_.batches + batch;
+    const double seconds = p_.duration[code];
+    p_.start[code] = now;
+    p_.finish[code] = now + seconds;
+    p_.order[placed_[device]++] = code;
+    p_.sequence[started_++] = code;
+    idle_[device] = 0;
+    work_left_[device] -= seconds;
+    if (queue < p_.stages && p_.train) {
+      --forwards_left_[device];
+      ++in_flight_[device * p_.stages + queue];
+      used_[device] += p_.activation[code];
+      p_.peak[device] = std::max(p_.peak[device], used_[device]);
+      if (lender_) lender_->admit(device, queue, batch);
+    }
+    events_.emplace(now + seconds, code);
+  }
+
+  // A device is too small for one micro-batch: start the first one, whatever it takes.
+  void start_anyway(double now) {
+    int64_t best = -1, best_rank = 0, best_stage = 0, best_device = 0;
+    for (int64_t d = 0; d < p_.devices; ++d) {
+      for (int64_t i = p_.queue_offset[d]; i < p_.queue_offset[d + 1]; ++i) {
+        const int64_t stage = p_.queue[i];
+        if (stage >= p_.stages || waiting_[i].empty()) continue;
+        const int64_t first = waiting_[i].top();
+        if (best < 0 || first < best_rank || (first == best_rank && stage > best_stage)) {
+          best = i, best_rank = first, best_stage = stage, best_device = d;
+        }
+      }
+    }
+    waiting_[best].pop();
+    begin(best_device, best_stage, p_.turn[best_rank], now);
+  }
+
+  const mflex_schedule_problem& p_;
+  Lender* lender_;
+  std::vector<int64_t> rank_, slot_;
+  std::vector<Heap> waiting_;
+  std::vector<int64_t> in_flight_;
+  std::vector<double> used_;
+  std::vector<int64_t> forwards_left_;
+  std::vector<double> work_left_;
+  std::vector<int64_t> placed_;
+  std::vector<char> idle_, touched_;
+  Links links_;
+  std::priority_queue<Event, std::vector<Event>, std::greater<Event>> events_;
+  int64_t started_ = 0;
+};
+
+// replay.py: the number of operations that could be run, in order of `sequence`.
+int64_t replay(const mflex_schedule_problem& p) {
+  const int64_t size = p.stages * p.batches, total = p.kinds * size;
+  std::vector<double> input(total, -1.0), free(p.devices), used(p.devices);
+  std::fill_n(input.begin(), p.batches, 0.0);
+  std::vector<int64_t> at(p.order_offset, p.order_offset + p.devices);
+  std::vector<char> queued(p.devices, 1);
+  Links links(p.devices);
+  std::vector<int64_t> work;
+  for (int64_t d = 0; d < p.devices; ++d) {
+    p.peak[d] = 0.0;
+    work.push_back(d);
+  }
+  int64_t done = 0;
+  while (!work.empty()) {
+    const int64_t device = work.back();
+    work.pop_back();
+    queued[device] = 0;
+    while (at[device] < p.order_offset[device + 1] && input[p.order[at[device]]] >= 0) {
+      const int64_t code = p.order[at[device]++];
+      const int64_t batch = code % p.batches, stage = code / p.batches % p.stages;
+      const int64_t kind = code / size;
+      p.start[code] = std::max(free[device], input[code]);
+      const double end = p.finish[code] = free[device] = p.start[code] + p.duration[code];
+      p.sequence[done++] = code;
+      const auto send = [&](int64_t next, int64_t boundary) {
+        const int64_t target = p.route[next % size];
+        double arrival = end;
+        if (target != device) {
+          arrival = links.cross(device, target, end, p.transfer[boundary * p.batches + batch]);
+          if (!queued[target]) {
+            queued[target] = 1;
+            work.push_back(target);
+          }
+        }
+        input[next] = arrival;
+      };
+      if (kind == kForward) {
+        if (stage + 1 < p.stages) {
+          send(code + p.batches, stage);
+        } else if (p.train) {
+          input[code + size] = end;
+        }
+        if (p.train) {
+          used[device] += p.activation[code];
+          p.peak[device] = std::max(p.peak[device], used[device]);
+        }
+        continue;
+      }
+      if (kind == kBackward) {
+        if (stage) send(code - p.batches, stage - 1);
+        if (p.split) {
+          input[code + size] = end;
+          continue;
+        }
+      }
+      used[device] -= p.activation[code % size];
+    }
+  }
+  return done;
+}
+
+}  // namespace
+}  // namespace mflex
+
+// One pass. 0: placed, 1: gave up at `stop`, 2: the banker's rule stopped the pipeline.
+MFLEX_API int64_t mflex_schedule_place(const mflex_schedule_problem* problem) {
+  using namespace mflex;
+  const mflex_schedule_problem& p = *problem;
+  if (p.lender == 1) {
+    Banker banker(p);
+    return Pass(p, &banker).run(p.stop, false);
+  }
+  if (p.lender == 2) {
+    Ticket ticket(p);
+    return Pass(p, &ticket).run(p.stop, true);
+  }
+  return Pass(p, nullptr).run(p.stop, false);
+}
+
+// Times `order`; returns the number of operations that it could run.
+MFLEX_API int64_t mflex_schedule_replay(const mflex_schedule_problem* problem) {
+  return mflex::replay(*problem);
+}

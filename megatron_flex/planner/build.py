@@ -1,0 +1,307 @@
+"""From a model, a profile, a cluster and micro-batches to :class:`Tables`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from megatron_flex.cluster.cluster import Cluster
+from megatron_flex.cluster.profile import Line, Profile
+from megatron_flex.data.microbatch import MicroBatch
+from megatron_flex.model.config import ModelConfig
+from megatron_flex.model.layers import Kind
+from megatron_flex.planner.memory import StateBytes, tied_state, unit_memory
+from megatron_flex.planner.native_search import shares
+from megatron_flex.planner.options import PlannerOptions
+from megatron_flex.planner.plan import Plan, PlanError
+from megatron_flex.planner.static import cut_points
+from megatron_flex.planner.tables import (
+    Array,
+    Arrivals,
+    ElementKind,
+    IntArray,
+    Tables,
+    Tied,
+    Wires,
+)
+
+MESSAGE_BUFFERS = 4
+"""Messages of the largest size that a device holds besides its activations: one received and one
+sent, each way."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Micro-batches as numbers: ``[n]`` tokens and ``[n]`` token pairs."""
+
+    tokens: Array
+    squares: Array
+
+    def __post_init__(self) -> None:
+        if len(self.tokens) == 0 or len(self.tokens) != len(self.squares):
+            raise ValueError("a batch needs at least one micro-batch")
+
+    @classmethod
+    def of(cls, micro_batches: Sequence[MicroBatch]) -> Batch:
+        """The numbers of given micro-batches."""
+        return cls(
+            np.array([m.tokens for m in micro_batches], dtype=np.float64),
+            np.array([m.squares for m in micro_batches], dtype=np.float64),
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class ModelCosts:
+    """All that does not depend on the batch: coefficients and bytes of every element.
+
+    Built once for a run. ``lines[name]`` is ``[3, elements]``: fixed, per token, per token pair.
+    """
+
+    config: ModelConfig
+    profile: Profile
+    cluster: Cluster
+    options: PlannerOptions
+    devices: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if not self.devices or len(set(self.devices)) != len(self.devices):
+            raise PlanError("the planner needs devices, each named once")
+        if max(self.devices) >= self.cluster.world_size or min(self.devices) < 0:
+            raise PlanError(
+                f"device {max(self.devices)} is not one of the {self.cluster.world_size} devices of"
+                f" {self.cluster.name}"
+            )
+
+    @cached_property
+    def points(self) -> tuple[int, ...]:
+        """First unit of each element, and the number of units."""
+        return cut_points(self.config.layers, self.options.unit)
+
+    @property
+    def num_elements(self) -> int:
+        """Number of elements."""
+        return len(self.points) - 1
+
+    @cached_property
+    def kinds(self) -> tuple[tuple[Kind, ...], ...]:
+        """The kinds of the units in each element."""
+        units = self.config.layers.units
+        return tuple(
+            tuple(unit.kind for unit in units[a:b])
+            for a, b in zip(self.points, self.points[1:], strict=False)
+        )
+
+    def _sum(self, value: dict[Kind, float]) -> Array:
+        return np.array([sum(value[k] for k in kinds) for kinds in self.kinds])
+
+    def _lines(self, name: str) -> Array:
+        rows = []
+        for kinds in self.kinds:
+            line = Line()
+            for kind in kinds:
+                line = line + getattr(self.profile.kinds[kind], name)
+            rows.append((line.fixed, line.per_token, line.per_pair))
+        return np.array(rows).T.copy()
+
+    @cached_property
+    def forward(self) -> Array:
+        """``[3, elements]`` coefficients of the forward pass, seconds."""
+        return self._lines("forward")
+
+    @cached_property
+    def backward_input(self) -> Array:
+        """``[3, elements]`` of the input half of the backward pass."""
+        return self._lines("backward_input")
+
+    @cached_property
+    def backward_weight(self) -> Array:
+        """``[3, elements]`` of the weight half."""
+        return self._lines("backward_weight")
+
+    @cached_property
+    def backward(self) -> Array:
+        """``[3, elements]`` of the whole backward pass."""
+        return self.backward_input + self.backward_weight
+
+    @cached_property
+    def unit_state(self) -> dict[Kind, StateBytes]:
+        """State of one unit's own slab."""
+        return {kind: m.state for kind, m in unit_memory(self.config).items()}
+
+    @cached_property
+    def tied(self) -> Tied:
+        """The tied word embedding."""
+        state = tied_state(self.config)
+        return Tied(
+            state=float(state.parameters + state.gradients),
+            optimizer=float(state.optimizer),
+            update=self.profile.tied_update,
+            reduce=float(state.gradients),
+        )
+
+    def _with_tied(self, values: Array, extra: float) -> Array:
+        ends = np.zeros(self.num_elements)
+        ends[[0, -1]] = extra  # one element that is both counts the slab once
+        return values + ends
+
+    @cached_property
+    def state(self) -> Array:
+        """Bytes of parameters and gradients."""
+        own = {k: float(s.parameters + s.gradients) for k, s in self.unit_state.items()}
+        return self._with_tied(self._sum(own), self.tied.state)
+
+    @cached_property
+    def optimizer(self) -> Array:
+        """Bytes of optimizer state."""
+        own = {k: float(s.optimizer) for k, s in self.unit_state.items()}
+        return self._with_tied(self._sum(own), self.tied.optimizer)
+
+    @cached_property
+    def reduce(self) -> Array:
+        """Bytes of gradients."""
+        own = {k: float(s.gradients) for k, s in self.unit_state.items()}
+        return self._with_tied(self._sum(own), self.tied.reduce)
+
+    @cached_property
+    def largest_reduce(self) -> Array:
+        """Bytes of the largest slab's gradient."""
+        own = np.array([max(float(self.unit_state[k].gradients) for k in ks) for ks in self.kinds])
+        own[0] = max(own[0], self.tied.reduce)
+        own[-1] = max(own[-1], self.tied.reduce)
+        return own
+
+    @cached_property
+    def update(self) -> Array:
+        """Seconds of the optimizer."""
+        own = {kind: costs.update for kind, costs in self.profile.kinds.items()}
+        return self._with_tied(self._sum(own), self.tied.update)
+
+    @cached_property
+    def transient(self) -> Array:
+        """Bytes a token that a pass needs while it runs: the most of any unit in the element."""
+        return np.array([max(self.profile.kinds[k].transient for k in ks) for ks in self.kinds])
+
+    @cached_property
+    def travelling(self) -> Array:
+        """Bytes that move with an element: parameters and optimizer state (no gradients)."""
+        own = {k: float(s.parameters + s.optimizer) for k, s in self.unit_state.items()}
+        tied = tied_state(self.config)
+        return self._with_tied(self._sum(own), float(tied.parameters + tied.optimizer))
+
+    @cached_property
+    def element_kinds(self) -> tuple[tuple[tuple[Kind, ...], ...], IntArray]:
+        """The distinct kinds of element, and the kind of each element."""
+        distinct = tuple(dict.fromkeys(self.kinds))
+        number = {kinds: i for i, kinds in enumerate(distinct)}
+        return distinct, np.array([number[k] for k in self.kinds], dtype=np.int64)
+
+    @cached_property
+    def server(self) -> IntArray:
+        """Server of each slot."""
+        return np.array([self.cluster.server_of(d) for d in self.devices], dtype=np.int64)
+
+    @property
+    def budget(self) -> float:
+        """Bytes of a device that training may use."""
+        given = self.options.budget
+        return float(self.cluster.usable_memory if given is None else given)
+
+    def _element_kind(self, kinds: tuple[Kind, ...], forward: float) -> ElementKind:
+        options, memory = self.options, unit_memory(self.config)
+        activation = sum(self.profile.kinds[k].activation for k in kinds)
+        kept: float | None = None
+        if options.memory_optimisation and options.recompute:
+            parts = [memory[k].kept for k in kinds]
+            if all(part is not None for part in parts):
+                kept = float(min(activation, sum(part or 0.0 for part in parts)))
+        optimizer = sum(self.unit_state[k].optimizer for k in kinds)
+        return ElementKind(forward, activation, kept, float(optimizer))
+
+    def tables(
+        self, batch: Batch, arrivals: Arrivals | None = None, granule: int = 1
+    ) -> Tables:
+        """The numbers of one micro-batching; ``granule``: group sizes are multiples of it."""
+        basis = np.stack([np.ones_like(batch.tokens), batch.tokens, batch.squares])  # [3, n]
+        distinct, kind = self.element_kinds
+        which = [int(np.flatnonzero(kind == i)[0]) for i in range(len(distinct))]
+        forward = self.forward[:, which].T @ basis  # [kinds, n]
+        backward = self.backward[:, which].T @ basis
+        total = basis.sum(axis=1)
+        forward_sum, backward_sum = self.forward.T @ total, self.backward.T @ total
+        alone = (self.forward + self.backward).sum(axis=1) @ basis
+        options = self.options
+        host = options.memory_optimisation
+        return Tables(
+            points=self.points,
+            work=forward_sum + backward_sum,
+            forward=forward_sum,
+            first_forward=forward.min(axis=1)[kind],
+            first_backward=backward.min(axis=1)[kind],
+            reduce=self.reduce,
+            largest_reduce=self.largest_reduce,
+            state=self.state,
+            optimizer=self.optimizer,
+            transient=self.transient,
+            update=self.update,
+            kind=kind,
+            kinds=tuple(
+                self._element_kind(k, float(forward_sum[e]))
+                for k, e in zip(distinct, which, strict=True)
+            ),
+            tied=self.tied,
+            num_micro_batches=len(batch.tokens),
+            max_tokens=float(batch.tokens.max()),
+            total_tokens=float(batch.tokens.sum()),
+            chain=float(alone.max()),
+            shares=shares(alone, batch.tokens, len(self.devices), granule),
+            devices=self.devices,
+            server=self.server,
+            budget=np.full(len(self.devices), self.budget),
+            buffers=MESSAGE_BUFFERS * self.profile.boundary * float(batch.tokens.max()),
+            wires=self.wires(batch),
+            arrivals=arrivals,
+            split=options.split,
+            sharded=options.shard_optimizer,
+            offload_optimizer=host and options.offload_optimizer,
+            offload_activations=host and options.offload_activations,
+        )
+
+    def wires(self, batch: Batch) -> Wires:
+        """What the messages of a batch cost on this cluster."""
+        c, boundary = self.cluster, self.profile.boundary
+        inner, outer = self.profile.links.get("intra", c.intra), c.inter
+        host = self.profile.links.get("host", c.host)
+        least, total, count = batch.tokens.min(), batch.tokens.sum(), len(batch.tokens)
+
+        def busy(per_byte: float, latency: float) -> float:
+            # An activation comes and a gradient goes, for every micro-batch.
+            seconds = 2.0 * (boundary * float(total) * per_byte + count * latency)
+            return self.options.message_busy * seconds
+
+        pairs = [(1.0 / link.bytes_per_second, link.latency) for link in (inner, outer)]
+        return Wires(
+            per_byte=(pairs[0][0], pairs[1][0]),
+            latency=(pairs[0][1], pairs[1][1]),
+            hop=tuple(boundary * float(least) * b + late for b, late in pairs),  # type: ignore[arg-type]
+            busy=tuple(busy(b, late) for b, late in pairs),  # type: ignore[arg-type]
+            host_per_byte=self.options.host_exposed / host.bytes_per_second,
+        )
+
+    def holdings(self, plan: Plan) -> dict[int, frozenset[int]]:
+        """The elements whose units a device holds completely under ``plan``, for each device."""
+        held: dict[int, set[int]] = {}
+        for stage in plan.stages:
+            units = set(range(stage.start, stage.stop))
+            for device in stage.group:
+                held.setdefault(device, set()).update(units)
+        return {
+            device: frozenset(
+                e
+                for e, (a, b) in enumerate(zip(self.points, self.points[1:], strict=False))
+                if all(u in units for u in range(a, b))
+            )
+            for device, units in held.items()
+        }

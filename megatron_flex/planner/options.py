@@ -1,0 +1,72 @@
+"""What a user can choose about planning, as one value."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from megatron_flex.planner.static import UnitChoice
+
+PlannerName = Literal["lookahead", "hbsa", "exhaustive", "static"]
+TimeModel = Literal["pipeline", "paper"]
+
+
+@dataclass(frozen=True)
+class PlannerOptions:
+    """Choices of the planner; each has a flag of the trainer and of ``tools/plan.py``.
+
+    Attributes:
+        planner: who decides.
+        unit: stages are cut between blocks (halves of layers), or between whole layers.
+        schedule: name of the schedule that executes the plan, as in ``megatron_flex/schedule``.
+        split: whether that schedule splits the backward (zero bubble).
+        v: also consider plans in a V: two stages on each group.
+        time_model: ``pipeline`` (ours) or ``paper`` (eq. 1; ``hbsa`` only).
+        memory_optimisation: recompute and offload may be used at all (the paper's ablation).
+        recompute, offload_optimizer, offload_activations: which of them.
+        bounds: HBSA's bounds on layers and devices of a stage (the paper's ablation).
+        lookahead: batches that are planned together; 1 is no look-ahead (ablation).
+        margin: a switch must save at least this part of the iteration's time.
+        shard_optimizer: optimizer state is split over the replicas of a stage.
+        budget: bytes of a device that training may use; ``None``: what the cluster says.
+        simulations: candidates whose schedule is simulated before the choice; 0: none.
+        message_busy: part of a message's time that keeps its receiver from computing.
+        host_exposed: part of a host transfer's time that computing does not hide.
+        travel: part of an iteration in which links are free for the next plan's state.
+    """
+
+    planner: PlannerName = "lookahead"
+    unit: UnitChoice = "block"
+    schedule: str = "1f1b"
+    split: bool = False
+    v: bool = False
+    time_model: TimeModel = "pipeline"
+    memory_optimisation: bool = True
+    recompute: bool = True
+    offload_optimizer: bool = True
+    offload_activations: bool = True
+    bounds: bool = True
+    lookahead: int = 4
+    margin: float = 0.02
+    shard_optimizer: bool = False
+    budget: int | None = None
+    simulations: int = 4
+    message_busy: float = 0.0
+    host_exposed: float = 0.3
+    travel: float = 0.8
+
+    def __post_init__(self) -> None:
+        if self.lookahead < 1:
+            raise ValueError(f"--flexpipe-lookahead must be at least 1 batch, not {self.lookahead}")
+        if not 0.0 <= self.margin < 1.0:
+            raise ValueError(f"--flexpipe-margin must be at least 0 and below 1, not {self.margin}")
+        if self.budget is not None and not 0 < self.budget < math.inf:
+            raise ValueError(f"--flexpipe-memory-budget-gb must be positive, not {self.budget} bytes")
+        if self.time_model == "paper" and self.planner != "hbsa":
+            raise ValueError("the paper's time model belongs to --flexpipe-planner hbsa")
+        for name in ("message_busy", "host_exposed", "travel"):
+            if not 0.0 <= getattr(self, name) <= 1.0:
+                raise ValueError(f"{name} must be between 0 and 1, not {getattr(self, name)}")
+        if self.simulations < 0:
+            raise ValueError(f"simulations must not be negative: {self.simulations}")

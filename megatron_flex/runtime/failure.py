@@ -1,0 +1,169 @@
+"""How a job ends when something fails: within seconds, and with the words of who failed first.
+
+When one worker fails, its peers lose their connections moments later. Each would print an error,
+and the one that matters would drown. So workers claim a failure in the job's key-value store: the
+first says at once what happened and ends; the others leave the floor to it and the launcher.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, NoReturn
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+# Exit status of a worker that only lost its peers: the worker with the cause exits with another.
+EXIT_PEER_LOST = 75  # EX_TEMPFAIL
+
+GRACE = 2.0
+"""Seconds that a worker which lost its peers leaves to the one with the cause, and to a launcher
+that ends the others by itself. With neither, it ends by itself afterwards."""
+
+_KEY = "first failure"
+
+
+class CommunicationError(RuntimeError):
+    """A peer is gone or silent. The cause, if it is not this message, is in the peer's log."""
+
+
+class FirstFailure:
+    """Finds out which worker of the job failed first.
+
+    Args:
+        store: a client of the job's store that nothing else uses (a wait of another thread would
+            block it); ``None`` for a job of one worker.
+        rank: this worker.
+        grace: see :data:`GRACE`.
+    """
+
+    def __init__(self, store: dist.Store | None, rank: int, grace: float = GRACE) -> None:
+        self._store = store
+        self._rank = rank
+        self._grace = grace
+
+    @contextmanager
+    def watch(self) -> Iterator[None]:
+        """Let an exception through at once if it is the job's first failure.
+
+        Otherwise wait, and raise :class:`CommunicationError` that names the first failure, or
+        ``SystemExit`` without words if another worker has said the same already.
+        """
+        try:
+            yield
+        except BaseException as error:
+            if self._store is None or _is_no_failure(error):
+                raise
+            words = describe(error)
+            lost_peer = isinstance(error, CommunicationError)
+            if not lost_peer and self._claim(words):
+                raise
+            rank, first = self._give_way()
+            if first == words:
+                raise SystemExit(1) from error
+            if first and lost_peer:
+                raise CommunicationError(
+                    f"worker {self._rank} ends because worker {rank} failed: {first}"
+                ) from error
+            raise
+
+    def _claim(self, words: str) -> bool:
+        """Whether this worker is the first; its words are then known to the others."""
+        mine = json.dumps([self._rank, words])
+        assert self._store is not None
+        try:
+            return bool(self._store.compare_set(_KEY, "", mine).decode() == mine)
+        except RuntimeError:  # the store's host is gone: nobody can tell, so speak
+            return True
+
+    def _give_way(self) -> tuple[int, str]:
+        """Wait, and give the first failure's rank and words, empty if there are none."""
+        # The launcher ends the other workers of a failed one with SIGTERM; that is no time to save.
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        time.sleep(self._grace)
+        assert self._store is not None
+        try:
+            if self._store.check([_KEY]):
+                rank, words = json.loads(self._store.get(_KEY))
+                return int(rank), str(words)
+        except RuntimeError:
+            pass
+        return -1, ""
+
+
+def describe(error: BaseException) -> str:
+    """An exception in words: the message of an expected one, type and message of another."""
+    if isinstance(error, SystemExit):
+        return str(error)
+    return "".join(traceback.format_exception_only(type(error), error)).strip()
+
+
+def run(main: Callable[[], None]) -> NoReturn:
+    """Run a worker's ``main`` and end the process, at once if it failed.
+
+    A failed worker leaves without waiting for the others (its peers' connections close, so they
+    end too): destroying groups would wait for workers that wait for it. Status 0, 1, 130 after an
+    interrupt, the ``SystemExit``'s own, or :data:`EXIT_PEER_LOST`.
+    """
+    status, message = 0, ""
+    try:
+        main()
+    except SystemExit as end:
+        if isinstance(end.code, str):
+            status, message = 1, f"error: {end.code}"
+            print(message, file=sys.stderr)
+        elif end.code:
+            # Its words, if it has any, were printed by the first worker of each server.
+            status = int(end.code)
+            if str(end) != str(end.code) and os.environ.get("LOCAL_RANK") == "0":
+                message = f"error: {end}"
+    except CommunicationError as error:
+        print(f"error: {error}", file=sys.stderr)
+        status = EXIT_PEER_LOST
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        status = 130
+    except BaseException as error:
+        rank = os.environ.get("RANK", "0")
+        print(f"error in worker {rank}:", file=sys.stderr)
+        traceback.print_exc()
+        status, message = 1, f"error in worker {rank}: {describe(error)} (its traceback is above)"
+    if status == 0:
+        _leave_groups()
+    elif message:
+        _tell_launcher(message)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
+def _is_no_failure(error: BaseException) -> bool:
+    regular = isinstance(error, SystemExit) and error.code in (None, 0)
+    return regular or isinstance(error, KeyboardInterrupt)
+
+
+def _leave_groups() -> None:
+    """Leave the process groups in order, if there are any (without importing torch for it)."""
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_initialized():
+        distributed.destroy_process_group()
+
+
+def _tell_launcher(message: str) -> None:
+    """Leave the message where torchrun looks for it, so that its long report ends with it."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path is None:
+        return
+    content = {"message": message, "extraInfo": {"timestamp": str(int(time.time()))}}
+    try:
+        with open(path, "w", encoding="utf-8") as stream:
+            json.dump({"message": content}, stream)
+    except OSError:
+        pass  # the message was printed as well

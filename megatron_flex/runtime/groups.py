@@ -1,0 +1,111 @@
+"""Process groups for gradient reductions over changing sets of workers.
+
+A group costs milliseconds, threads and file descriptors, so groups are made in a thread while the
+iteration that first needs them computes, kept for later iterations, and the least recently used
+are destroyed. All workers see the same sequence of calls (it follows from the programs), so they
+make and destroy groups in the same order. Only members take part: the backends are made directly
+from the store, since ``torch.distributed.new_group`` stops all workers for each group, and its
+``use_local_synchronization`` hangs when groups overlap (torch 2.13, gloo).
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+Ranks = tuple[int, ...]
+
+CAPACITY = 24
+"""Groups kept. With gloo each takes 7 descriptors and 3 threads."""
+
+
+class ReductionGroups:
+    """The groups of one worker.
+
+    Args:
+        store: where workers meet; all of them reach it.
+        backend: ``gloo`` or ``nccl``.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        store: dist.Store,
+        backend: str,
+        timeout: timedelta,
+        capacity: int = CAPACITY,
+    ) -> None:
+        self._rank = rank
+        self._store = store
+        self._backend = backend
+        self._timeout = timeout
+        self._capacity = capacity
+        self._known: OrderedDict[Ranks, Future[dist.Backend] | None] = OrderedDict()
+        self._made: Counter[Ranks] = Counter()
+        self._previous: list[Ranks] = []
+        self._maker = ThreadPoolExecutor(1, "groups")
+
+    def prepare(self, groups: Iterable[Ranks]) -> None:
+        """Begin to make what is missing of ``groups``; call it on all workers alike.
+
+        Only between iterations. What is destroyed was not used in the iteration before, so every
+        worker is done with it: all have passed that iteration's global norm.
+        """
+        wanted = sorted(set(groups))
+        for ranks in wanted:
+            if ranks in self._known:
+                self._known.move_to_end(ranks)
+                continue
+            self._made[ranks] += 1
+            member = self._rank in ranks
+            made = self._made[ranks]
+            self._known[ranks] = self._maker.submit(self._make, ranks, made) if member else None
+        recent = len({*wanted, *self._previous})
+        self._previous = wanted
+        while len(self._known) > max(self._capacity, recent):
+            _, future = self._known.popitem(last=False)
+            if future is not None:
+                self._maker.submit(self._destroy, future)
+
+    def all_reduce(self, tensor: torch.Tensor, ranks: Ranks) -> dist.Work:
+        """Begin to sum ``tensor`` in place over ``ranks``; waits for a group still being made."""
+        future = self._known[ranks]
+        if future is None:
+            raise ValueError(f"worker {self._rank} does not belong to the group {ranks}")
+        seconds = self._timeout.total_seconds()
+        try:
+            group = future.result(seconds)
+        except TimeoutError as error:
+            raise RuntimeError(
+                f"the process group {ranks} was not made within {seconds:.0f} s: is one of its"
+                " workers stuck?"
+            ) from error
+        return group.allreduce([tensor])
+
+    @property
+    def size(self) -> int:
+        """Number of groups kept, those of others included."""
+        return len(self._known)
+
+    def close(self) -> None:
+        """Wait for what the thread is doing, and end it."""
+        self._maker.shutdown(wait=True)
+
+    def _make(self, ranks: Ranks, number: int) -> dist.Backend:
+        name = f"reduction/{','.join(map(str, ranks))}/{number}"
+        store = dist.PrefixStore(name, self._store)
+        place, size = ranks.index(self._rank), len(ranks)
+        if self._backend == "nccl":
+            options = dist.ProcessGroupNCCL.Options()
+            options._timeout = self._timeout
+            return dist.ProcessGroupNCCL(store, place, size, options)
+        return dist.ProcessGroupGloo(store, place, size, self._timeout)
+
+    @staticmethod
+    def _destroy(future: Future[dist.Backend]) -> None:
+        future.result().shutdown()

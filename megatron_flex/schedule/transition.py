@@ -1,0 +1,98 @@
+"""From one plan to the next: which slabs move, from whom to whom, and in which way.
+
+Three things can happen to a slab on a device. It *stays*. It is *dropped* (nothing moves: other
+devices hold it). Or the device *joins*: another sends it the slab's weights and optimizer state,
+either early, during the iteration, after which the joiner takes part in the gradient reduction
+with a zero and applies the same update itself; or handed over after the update.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from megatron_flex.model.layers import LayerList
+from megatron_flex.planner.plan import Plan
+from megatron_flex.schedule.slabs import slab_holders
+
+
+@dataclass(frozen=True, order=True)
+class Move:
+    """State of ``slab`` goes from ``source`` to ``target``, before the update if ``early``."""
+
+    slab: int
+    target: int
+    source: int
+    early: bool = True
+
+
+@dataclass(frozen=True)
+class Transition:
+    """How the layout of an iteration becomes that of the next.
+
+    Attributes:
+        plan: of this iteration.
+        next_plan: of the next.
+        moves: in one global order (by slab, then target), which all devices follow.
+        drops: for each slab, the devices that give it up.
+    """
+
+    plan: Plan
+    next_plan: Plan
+    moves: tuple[Move, ...]
+    drops: tuple[tuple[int, ...], ...] = field(default=())
+
+    @cached_property
+    def joiners(self) -> dict[int, tuple[int, ...]]:
+        """Slab -> devices that join early, ascending."""
+        return self._targets(early=True)
+
+    @cached_property
+    def receivers(self) -> dict[int, tuple[int, ...]]:
+        """Slab -> devices that it is handed over to after the update, ascending."""
+        return self._targets(early=False)
+
+    def _targets(self, *, early: bool) -> dict[int, tuple[int, ...]]:
+        found: dict[int, list[int]] = {}
+        for move in self.moves:
+            if move.early is early:
+                found.setdefault(move.slab, []).append(move.target)
+        return {slab: tuple(sorted(targets)) for slab, targets in found.items()}
+
+
+def transition(
+    plan: Plan,
+    next_plan: Plan,
+    layers: LayerList,
+    *,
+    sizes: Sequence[float] | None = None,
+    late: frozenset[tuple[int, int]] | None = frozenset(),
+    server_size: int = 1 << 30,
+) -> Transition:
+    """Work out who sends what to whom.
+
+    Args:
+        sizes: bytes of each slab's state, to spread the sending evenly; default: all equal.
+        late: (slab, target) pairs that are handed over after the update (no room for an early
+            copy); ``None``: all of them.
+        server_size: devices of one server; a source on the target's own server is preferred.
+
+    A target's source is a device that holds the slab in ``plan``; among them one that keeps it is
+    no better than one that drops it. Ties go to the least loaded, then the lowest number.
+    """
+    before, after = slab_holders(plan, layers), slab_holders(next_plan, layers)
+    load: dict[int, float] = {}
+    moves = []
+    for slab, (old, new) in enumerate(zip(before, after, strict=True)):
+        for target in (d for d in new if d not in old):
+            server = target // server_size
+            near = [d for d in old if d // server_size == server] or old
+            source = min(near, key=lambda d: (load.get(d, 0.0), d))
+            load[source] = load.get(source, 0.0) + (1.0 if sizes is None else sizes[slab])
+            early = late is not None and (slab, target) not in late
+            moves.append(Move(slab, target, source, early))
+    drops = tuple(
+        tuple(d for d in old if d not in new) for old, new in zip(before, after, strict=True)
+    )
+    return Transition(plan, next_plan, tuple(moves), drops)

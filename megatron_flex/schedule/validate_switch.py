@@ -1,0 +1,168 @@
+"""The part of the validator that follows slab states through a switch of plans.
+
+Each slab on each device has a version: the one from before this iteration's update, or the one
+after it. Early copies must be of the first and be updated by the joiner like everybody else's;
+copies that are handed over must be of the second and must not be updated again. At the end every
+device has exactly what the next plan gives it, after the update.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable
+
+from megatron_flex.model.layers import LayerList
+from megatron_flex.schedule.instructions import GlobalNorm, Program, RecvState, SendState
+from megatron_flex.schedule.slabs import slab_holders
+
+#: States of a slab on a device.
+OLD, NEW = "before the update", "after the update"
+
+
+class SwitchReplay:
+    """Slab versions during the replay of a program.
+
+    Args:
+        stop: raises the error; takes the reason, and the device and step if they are not those of
+            the instruction that is being replayed.
+
+    Attributes:
+        members: for each slab, the devices that reduce and update it in this iteration: those of
+            the plan, and those that join early.
+    """
+
+    def __init__(
+        self, program: Program, layers: LayerList, stop: Callable[..., None]
+    ) -> None:
+        self._stop = stop
+        self._layers = layers
+        self._switches = program.next_plan is not None
+        now = slab_holders(program.plan, layers)
+        after = now
+        if program.next_plan is not None:
+            program.next_plan.check(layers.num_units, len(program.instructions))
+            after = slab_holders(program.next_plan, layers)
+        self._next = tuple(map(frozenset, after))
+        self._version = {(d, s): OLD for s, holders in enumerate(now) for d in holders}
+        joined: dict[int, set[int]] = {}
+        for device, steps in enumerate(program.instructions):
+            for step in steps:
+                if isinstance(step, GlobalNorm):
+                    break
+                if isinstance(step, RecvState):
+                    joined.setdefault(step.slab, set()).add(device)
+        self.members = tuple(
+            tuple(sorted({*holders, *joined.get(s, ())})) for s, holders in enumerate(now)
+        )
+        # Sent states that nobody has taken yet, by ordered pair; receives that wait, by device.
+        self._sent: dict[tuple[int, int], deque[tuple[int, str]]] = {}
+        self._due: dict[tuple[int, int], deque[int]] = {}
+        self._wanted: dict[tuple[int, int], str] = {}  # (device, slab) -> version, on its way
+        self._waiting: set[int] = set()
+
+    # -- instructions --------------------------------------------------------------------------
+
+    def send(self, device: int, op: SendState) -> int | None:
+        """A state leaves; returns a device to be replayed again because it may wait for it."""
+        self._check(op.slab)
+        if not self.here(device, op.slab):
+            self._stop(f"device {device} has no state of slab {op.slab} to send")
+        self._sent.setdefault((device, op.peer), deque()).append(
+            (op.slab, self._version[device, op.slab])
+        )
+        self._match(device, op.peer)
+        if op.peer in self._waiting:
+            self._waiting.discard(op.peer)
+            return op.peer
+        return None
+
+    def receive(self, device: int, op: RecvState, *, late: bool) -> None:
+        """Room is made for a state, and its arrival is awaited by what uses it."""
+        self._check(op.slab)
+        key = (device, op.slab)
+        if key in self._version or key in self._wanted:
+            self._stop(f"device {device} has slab {op.slab} already")
+        if device not in self._next[op.slab]:
+            self._stop(f"the next plan does not give slab {op.slab} to device {device}")
+        self._wanted[key] = NEW if late else OLD
+        self._due.setdefault((op.peer, device), deque()).append(op.slab)
+        self._match(op.peer, device)
+
+    def update(self, device: int, slab: int) -> bool:
+        """The update of a slab; ``False`` if its state is still on its way."""
+        if not self.here(device, slab):
+            return False
+        if self._version[device, slab] is NEW:
+            self._stop(f"slab {slab} came to device {device} after the update: it is updated twice")
+        self._version[device, slab] = NEW
+        return True
+
+    def drop(self, device: int, slab: int) -> None:
+        """A slab is given up."""
+        self._check(slab)
+        if (device, slab) not in self._version:
+            self._stop(f"device {device} has no slab {slab} to drop")
+        if device in self._next[slab]:
+            self._stop(f"slab {slab} is dropped, but the next plan gives it to device {device}")
+        del self._version[device, slab]
+
+    def present(self, device: int, units: Iterable[int]) -> bool:
+        """Whether a device can compute units; ``False`` if a state is still on its way."""
+        for unit in units:
+            for slab in self._layers.units[unit].slabs:
+                if not self.here(device, slab):
+                    return False
+        return True
+
+    def here(self, device: int, slab: int) -> bool:
+        """Whether a state is there; ``False`` if it is on its way, an error if it never comes."""
+        if (device, slab) in self._version:
+            return True
+        if (device, slab) not in self._wanted:
+            self._stop(f"device {device} does not have slab {slab} (dropped, or not yet received)")
+        self._waiting.add(device)
+        return False
+
+    def finish(self) -> None:
+        """Every device must have what the next plan gives it, after the update, and no more."""
+        for slab, holders in enumerate(self._next):
+            for device in sorted(holders):
+                version = self._version.get((device, slab))
+                if version is None:
+                    how = "never arrives" if (device, slab) in self._wanted else "is not there"
+                    self._stop(f"at the end slab {slab} {how}, which the next plan needs", device)
+                if version is OLD:
+                    self._stop(f"the list ends without an update of slab {slab}", device)
+        for device, slab in sorted(self._version):
+            if device not in self._next[slab]:
+                self._stop(f"slab {slab} is kept, but the next plan does not need it", device)
+        for (source, target), sent in sorted(self._sent.items()):
+            if sent:
+                self._stop(f"the state of slab {sent[0][0]} is sent to device {target}, which never"
+                           " receives it", source)  # fmt: skip
+
+    # -- matching ------------------------------------------------------------------------------
+
+    def _check(self, slab: int) -> None:
+        if not self._switches:
+            self._stop("a switch in a program without a next plan")
+        if not 0 <= slab < len(self._next):
+            self._stop(f"there are only slabs 0 to {len(self._next) - 1}")
+
+    def _match(self, source: int, target: int) -> None:
+        """Deliver what was both sent and asked for: first in, first out, as on the wire."""
+        sent = self._sent.get((source, target))
+        due = self._due.get((source, target))
+        while sent and due:
+            slab, version = sent.popleft()
+            wanted = due.popleft()
+            if slab != wanted:
+                self._stop(f"out of order: device {source} sends slab {slab}, device {target}"
+                           f" expects slab {wanted}")  # fmt: skip
+            if version is not self._wanted[target, slab]:
+                self._stop(
+                    f"stale state: slab {slab} is sent {version}, device {target} takes it as it is"
+                    f" {self._wanted[target, slab]}"
+                )
+            del self._wanted[target, slab]
+            self._version[target, slab] = version

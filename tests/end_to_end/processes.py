@@ -1,0 +1,139 @@
+"""Real workers for tests: the entry points as processes of their own, with their exit statuses.
+
+They are forked from a server that has imported torch and megatron-core already, so a job starts in
+a second instead of ten. Everything else is as under a launcher such as srun: one process a worker,
+which finds its place in the environment and ends by itself.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from multiprocessing.context import ForkServerProcess
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+# The pool of the distributed tests uses the same server; whichever comes first starts it.
+_PRELOAD = ["torch", "torch.distributed", "megatron.core", "tests.distributed.pool"]
+
+
+@dataclass
+class Job:
+    """Workers that run a script, and what they printed.
+
+    Use it in a ``with`` statement: at its end no worker is left.
+    """
+
+    directory: Path
+    processes: list[ForkServerProcess] = field(default_factory=list)
+
+    def start(
+        self,
+        script: str,
+        argv: Sequence[str],
+        *,
+        size: int = 1,
+        port: int | None = None,
+        environment: Mapping[str, str] | None = None,
+        delays: Sequence[float] = (),
+    ) -> Job:
+        """Start ``size`` workers; worker ``i`` begins ``delays[i]`` seconds late."""
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(_PRELOAD)
+        self.directory.mkdir(parents=True, exist_ok=True)
+        port = free_port() if port is None else port
+        for rank in range(size):
+            place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size)}
+            meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+            values = place | (meeting if size > 1 else {}) | dict(environment or {})
+            late = delays[rank] if rank < len(delays) else 0.0
+            arguments = (script, list(argv), values, str(self.log(rank)), late)
+            process = context.Process(target=_worker, args=arguments, daemon=True)
+            process.start()
+            self.processes.append(process)
+        return self
+
+    def log(self, rank: int) -> Path:
+        """Standard output and error of a worker."""
+        return self.directory / f"worker{rank}.log"
+
+    def text(self, rank: int) -> str:
+        """What a worker printed so far."""
+        path = self.log(rank)
+        return path.read_text(errors="replace") if path.exists() else ""
+
+    @property
+    def output(self) -> str:
+        """What all workers printed so far."""
+        return "".join(self.text(rank) for rank in range(len(self.processes)))
+
+    def wait(self, timeout: float = 60.0) -> list[int]:
+        """Exit status of each worker, negative for a signal; a failure if one does not end."""
+        deadline = time.monotonic() + timeout
+        for rank, process in enumerate(self.processes):
+            process.join(max(0.0, deadline - time.monotonic()))
+            assert process.exitcode is not None, (
+                f"worker {rank} still runs after {timeout:.0f} s; it printed:\n{self.text(rank)}"
+            )
+        return [process.exitcode or 0 for process in self.processes]
+
+    def wait_for(self, words: str, rank: int, timeout: float = 60.0) -> None:
+        """Wait until a worker has printed ``words``."""
+        deadline = time.monotonic() + timeout
+        while words not in self.text(rank):
+            assert self.processes[rank].is_alive(), f"worker {rank} ended:\n{self.text(rank)}"
+            assert time.monotonic() < deadline, f"no '{words}' from worker {rank} in {timeout:.0f} s"
+            time.sleep(0.02)
+
+    def signal(self, rank: int, number: int) -> None:
+        """Send a signal to a worker."""
+        pid = self.processes[rank].pid
+        assert pid is not None
+        os.kill(pid, number)
+
+    def __enter__(self) -> Job:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self.processes:
+            if process.is_alive():
+                process.kill()
+            process.join(10)
+
+
+def free_port() -> int:
+    """A port that nothing uses now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _worker(
+    script: str, argv: list[str], environment: dict[str, str], log: str, late: float
+) -> None:
+    """A worker's life: what ``python script argv`` would do."""
+    import ctypes
+    import runpy
+    import warnings
+
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: never outlive the tests
+    stream = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    os.dup2(stream, 1)
+    os.dup2(stream, 2)
+    sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
+    sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
+    warnings.resetwarnings()
+    for category in (DeprecationWarning, PendingDeprecationWarning, ImportWarning, ResourceWarning):
+        warnings.simplefilter("ignore", category)  # as Python itself
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    os.environ.update(environment)
+    time.sleep(late)
+    sys.argv = [script, *argv]
+    runpy.run_path(str(ROOT / script), run_name="__main__")

@@ -1,0 +1,87 @@
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_flex.data.errors import DataError
+from megatron_flex.data.indexed import IndexedDocuments
+from megatron_flex.data.pairs import PairSamples
+from megatron_flex.data.samples import Overlong
+from tests.unit.data.files import counting, write_flat
+
+length_pairs = st.lists(
+    st.tuples(st.integers(0, 8), st.integers(0, 8)), min_size=1, max_size=10
+).filter(lambda pairs: any(p and c for p, c in pairs))
+
+
+def make(directory: Path, pairs: list[tuple[int, int]], **options: object) -> PairSamples:
+    prompts, completions = (list(lengths) for lengths in zip(*pairs, strict=True))
+    return PairSamples(
+        IndexedDocuments(write_flat(directory / "prompt", [*counting(prompts), [9]])),
+        IndexedDocuments(write_flat(directory / "completion", [*counting(completions, 500), [9]])),
+        **options,  # type: ignore[arg-type]
+    )
+
+
+@given(length_pairs, st.none() | st.integers(1, 16), st.sampled_from(Overlong))
+def test_the_loss_is_on_the_completion_only(
+    pairs: list[tuple[int, int]], limit: int | None, overlong: Overlong
+) -> None:
+    longest = max(p + c - 1 for p, c in pairs)
+    if overlong is Overlong.ERROR and limit is not None and longest > limit:
+        return
+    expected = []
+    prompts, completions = (list(lengths) for lengths in zip(*pairs, strict=True))
+    for prompt, completion in [
+        *zip(counting(prompts), counting(completions, 500), strict=True),
+        ([9], [9]),
+    ]:
+        tokens = prompt + completion
+        if limit is not None and len(tokens) - 1 > limit:
+            if overlong is Overlong.DROP and completion and len(tokens) > 1:
+                continue
+            tokens = tokens[: limit + 1]
+        mask = [i >= len(prompt) for i in range(1, len(tokens))]
+        if any(mask):
+            expected.append((tokens, mask))
+    with tempfile.TemporaryDirectory() as directory:
+        made = make(Path(directory), pairs, max_length=limit, overlong=overlong)
+        index = np.arange(made.selection.size)
+        assert made.lengths(index).tolist() == [len(t) - 1 for t, _ in expected]
+        assert made.loss_tokens(index).tolist() == [[sum(mask)] for _, mask in expected]
+        for i, (tokens, mask) in enumerate(expected):
+            row = made.read(i, 0, 0, len(tokens) - 1, inputs=True, targets=True)
+            assert row.tokens is not None
+            assert row.labels is not None
+            assert row.loss_mask is not None
+            assert row.tokens.tolist() == tokens[:-1]
+            assert row.labels.tolist() == tokens[1:]
+            assert row.loss_mask.tolist() == mask
+
+
+def test_slices_of_a_pair_join_to_the_whole(tmp_path: Path) -> None:
+    made = make(tmp_path, [(4, 5)])
+    whole = made.read(0, 0, 0, 8, inputs=True, targets=True)
+    for cut in range(1, 8):
+        parts = [made.read(0, 0, a, b, inputs=True, targets=True) for a, b in ((0, cut), (cut, 8))]
+        for name in ("tokens", "labels", "loss_mask"):
+            joined = np.concatenate([getattr(part, name) for part in parts])
+            assert np.array_equal(joined, getattr(whole, name))
+
+
+def test_a_completion_that_is_cut_off_leaves_no_target(tmp_path: Path) -> None:
+    made = make(tmp_path, [(6, 2), (2, 2)], max_length=5)
+    assert made.selection.counts.no_target == 1
+    assert made.selection.documents(np.arange(2)).tolist() == [1, 2]
+
+
+def test_prompts_and_completions_must_be_as_many(tmp_path: Path) -> None:
+    prompts = IndexedDocuments(write_flat(tmp_path / "p", [[1], [2]]))
+    completions = IndexedDocuments(write_flat(tmp_path / "c", [[1]]))
+    with pytest.raises(DataError, match=r"has 2 documents and .* 1"):
+        PairSamples(prompts, completions)

@@ -1,0 +1,112 @@
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from megatron.core.datasets.blended_megatron_dataset_config import (
+    convert_split_vector_to_split_matrix,
+    parse_and_normalize_split,
+)
+from megatron.core.datasets.utils import get_blend_from_list
+
+from megatron_flex.data.errors import DataError
+from megatron_flex.data.paths import (
+    Blend,
+    parse_blend,
+    read_data_args,
+    read_per_split_data_args,
+    split_bounds,
+)
+
+prefixes = st.text("abc/_", min_size=1, max_size=6)
+
+
+@given(st.lists(st.tuples(st.floats(0.01, 99), prefixes), min_size=1, max_size=4))
+def test_weights_and_prefixes_are_read_as_megatron_reads_them(
+    pairs: list[tuple[float, str]],
+) -> None:
+    words = [word for weight, prefix in pairs for word in (str(weight), prefix)]
+    blend = parse_blend(words)
+    names, weights = get_blend_from_list(words)
+    assert (list(blend.prefixes), list(blend.weights or ())) == (names, weights)
+
+
+@given(st.lists(prefixes, min_size=1, max_size=5))
+def test_prefixes_alone_have_no_weights(words: list[str]) -> None:
+    assert parse_blend(words) == Blend(tuple(words), None)
+    assert get_blend_from_list(words) == (words, None)
+
+
+def test_a_set_of_weight_zero_is_left_out() -> None:
+    assert parse_blend(["0", "a", "2", "b"]) == Blend(("b",), (2.0,))
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "at least one"),
+        (["0.5", "a", "b", "c"], "either each prefix has a weight"),
+        (["-1", "a", "2", "b"], "must not be negative"),
+        (["0", "a", "0", "b"], "not all zero"),
+    ],
+)
+def test_a_list_that_means_nothing_is_refused(words: list[str], message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        parse_blend(words)
+
+
+@given(
+    st.lists(st.integers(0, 1000), min_size=1, max_size=3).filter(any),
+    st.integers(1, 10**6),
+)
+def test_splits_are_megatrons(shares: list[int], count: int) -> None:
+    split = ",".join(map(str, shares))
+    bounds = split_bounds(split, count)
+    matrix = convert_split_vector_to_split_matrix(parse_and_normalize_split(split))
+    for (start, stop), ends in zip(bounds, matrix, strict=True):
+        if ends is None:
+            assert start == stop
+        else:
+            assert (start, stop) == tuple(min(count, round(e * float(count))) for e in ends)
+    assert bounds[0][0] == 0
+    assert bounds[-1][1] == count
+    assert all(a[1] == b[0] for a, b in itertools.pairwise(bounds))
+
+
+@pytest.mark.parametrize("split", ["", "0,0,0", "1,2,3,4", "-1,2,3", "some"])
+def test_a_split_that_means_nothing_is_refused(split: str) -> None:
+    with pytest.raises(DataError, match="--split takes up to three proportions"):
+        split_bounds(split, 10)
+
+
+def test_the_default_split_is_as_expected() -> None:
+    assert split_bounds("969, 30, 1", 1000) == ((0, 969), (969, 999), (999, 1000))
+    assert np.array(split_bounds("1", 7)).tolist() == [[0, 7], [7, 7], [7, 7]]
+
+
+def test_words_may_come_from_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "args"
+    path.write_text("0.5 a\n0.5 b\n")
+    assert read_data_args(str(path)) == ("0.5", "a", "0.5", "b")
+    path.write_text(" \n")
+    with pytest.raises(DataError, match="is empty"):
+        read_data_args(str(path))
+    with pytest.raises(DataError, match="none: cannot read it"):
+        read_data_args(str(tmp_path / "none"))
+
+
+def test_words_for_each_split_may_come_from_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "args.json"
+    path.write_text('{"train": "1 a 2 b", "valid": ["c"], "test": null}')
+    expected = {"train": ("1", "a", "2", "b"), "valid": ("c",), "test": ()}
+    assert read_per_split_data_args(str(path)) == expected
+    for content in ("not json", "[]", '{"training": "a"}'):
+        path.write_text(content)
+        with pytest.raises(DataError, match="expected a JSON object with keys train"):
+            read_per_split_data_args(str(path))
+    with pytest.raises(DataError, match="none: cannot read it"):
+        read_per_split_data_args(str(tmp_path / "none"))

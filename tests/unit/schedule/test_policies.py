@@ -1,0 +1,135 @@
+"""The textbook schedules have their published makespans and memory."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron_flex.planner.plan import Plan, Stage
+from megatron_flex.schedule.costs import OpCosts
+from megatron_flex.schedule.list_scheduler import policy, simulate
+from megatron_flex.schedule.placement import OpKind, Placement
+
+SIZES = [(4, 8), (8, 16), (8, 32)]
+
+
+def straight(stages: int, replicas: int = 1) -> Plan:
+    groups = [tuple(range(i * replicas, (i + 1) * replicas)) for i in range(stages)]
+    return Plan(tuple(Stage(i, i + 1, group) for i, group in enumerate(groups)))
+
+
+def v(devices: int) -> Plan:
+    last = 2 * devices - 1
+    return Plan(tuple(Stage(i, i + 1, (min(i, last - i),)) for i in range(last + 1)))
+
+
+def run(
+    name: str, devices: int, batches: int, forward: float = 1.0, backward: float = 2.0
+) -> Placement:
+    """Unit times on a straight pipeline, half of each on the two stages of a V."""
+    if name == "zb-v":
+        half = OpCosts.uniform(
+            2 * devices, batches, forward=0.5, backward_input=0.5, backward_weight=0.5,
+            activation=0.5,
+        )  # fmt: skip
+        return simulate(v(devices), half, policy(name))
+    costs = OpCosts.uniform(
+        devices, batches, forward=forward, backward_input=backward / 2, backward_weight=backward / 2
+    )
+    return simulate(straight(devices), costs, policy(name))
+
+
+@pytest.mark.parametrize(("devices", "batches"), [*SIZES, (3, 2), (1, 5), (5, 1)])
+@pytest.mark.parametrize("name", ["gpipe", "1f1b"])
+@pytest.mark.parametrize(("forward", "backward"), [(1, 2), (1, 1), (2, 1), (1, 3)])
+def test_gpipe_and_1f1b_take_their_closed_form(
+    name: str, devices: int, batches: int, forward: int, backward: int
+) -> None:
+    placed = run(name, devices, batches, forward, backward)
+    assert placed.makespan == (batches + devices - 1) * (forward + backward)
+
+
+@pytest.mark.parametrize(
+    ("name", "devices", "batches", "bubble"),
+    [
+        ("1f1b", 4, 8, 0.2727),
+        ("1f1b", 8, 32, 0.1795),
+        ("zb-h1", 4, 8, 0.1111),
+        ("zb-h1", 8, 32, 0.0680),
+        ("zb-v", 4, 8, 0.0588),
+        ("zb-v", 8, 16, 0.0680),
+        ("zb-v", 8, 32, 0.0352),
+    ],
+)
+def test_bubbles_are_the_published_ones(
+    name: str, devices: int, batches: int, bubble: float
+) -> None:
+    placed = run(name, devices, batches)
+    assert round(placed.mean_bubble, 4) == bubble
+    assert round(1 - 3 * batches / placed.makespan, 4) == bubble
+
+
+@pytest.mark.parametrize(("devices", "batches"), SIZES)
+def test_zero_bubble_schedules_take_their_published_slots(devices: int, batches: int) -> None:
+    assert run("zb-h1", devices, batches).makespan == 3 * batches + devices - 1
+    assert run("zb-v", devices, batches).makespan == 3 * batches + (devices - 1) / 2
+
+
+@pytest.mark.parametrize(("devices", "batches"), SIZES)
+def test_no_device_waits_between_its_first_and_last_operation_in_zb_h2(
+    devices: int, batches: int
+) -> None:
+    placed = run("zb-h2", devices, batches)
+    for order in placed.order:
+        assert placed.finish[order[-1]] - placed.start[order[0]] == 3 * batches
+
+
+@pytest.mark.parametrize(("devices", "batches"), SIZES)
+def test_activations_held_are_the_published_ones(devices: int, batches: int) -> None:
+    assert set(run("gpipe", devices, batches).peak) == {batches}
+    assert run("1f1b", devices, batches).peak == tuple(range(devices, 0, -1))
+    assert set(run("zb-h1", devices, batches).peak) == {devices}
+    assert set(run("zb-h2", devices, batches).peak) == {2 * devices - 1}
+    assert set(run("zb-v", devices, batches).peak) == {devices}
+
+
+def test_replicas_run_as_pipelines_of_their_own() -> None:
+    for name, makespan in (("1f1b", 33.0), ("zb-h1", 27.0), ("gpipe", 33.0)):
+        plan = straight(4, replicas=2)
+        placed = simulate(plan, OpCosts.uniform(4, 16), policy(name))
+        assert placed.makespan == makespan
+
+
+def test_gpipe_starts_no_backward_before_the_last_forward() -> None:
+    plan = Plan.parse("0:2@0 | 2:3@1,2 | 3:5@0")
+    costs = OpCosts.scaled([2, 1, 2], [3, 1, 4, 1, 5])
+    placed = simulate(plan, costs, policy("gpipe"))
+    for order in placed.order:
+        kinds = [placed.problem.decode(code)[0] for code in order]
+        assert kinds == sorted(kinds)
+        assert kinds.count(OpKind.FORWARD) * 2 == len(kinds)
+
+
+def test_an_unknown_schedule_is_answered_with_those_there_are() -> None:
+    with pytest.raises(ValueError, match="no schedule is named 'fifo'; there are gpipe, 1f1b"):
+        policy("fifo")
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1", "zb-v"])
+def test_plans_of_another_shape_are_scheduled_by_the_rule(name: str) -> None:
+    for text in ("0:2@0,1 | 2:5@2", "0:2@0 | 2:3@1,2 | 3:5@0", "0:5@3"):
+        plan = Plan.parse(text)
+        costs = OpCosts.scaled([s.stop - s.start for s in plan.stages], [5, 1, 3, 3, 2, 2, 8])
+        placed = simulate(plan, costs, policy(name))
+        kinds = 3 if policy(name).split else 2
+        assert sum(map(len, placed.order)) == kinds * len(plan.stages) * 7
+
+
+def test_1f1b_on_uneven_degrees_holds_what_keeps_the_pipeline_full() -> None:
+    # Two of three devices share the first half: 1.5 times as many micro-batches pass through.
+    plan = Plan.parse("0:2@0,1 | 2:4@2")
+    costs = OpCosts.scaled([2, 2], [1] * 12)
+    placed = simulate(plan, costs, policy("1f1b"))
+    # Device 2 has twice the work of the others: it must never wait once it has begun.
+    order = placed.order[2]
+    assert placed.finish[order[-1]] - placed.start[order[0]] == 12 * 6
+    assert placed.peak[0] <= 2 * 2

@@ -1,0 +1,125 @@
+"""The recorder that the loop calls."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from megatron_flex.telemetry.jsonl import read
+from megatron_flex.telemetry.recorder import open_recorder
+from megatron_flex.telemetry.sink import TelemetryError
+from tests.unit.config.commands import config
+from tests.unit.telemetry.records import record, validation
+
+
+def test_the_flags_decide_what_is_recorded(tmp_path: Path) -> None:
+    lines: list[str] = []
+    c = config(
+        f"--log-interval 2 --log-throughput --device-peak-tflops 4 --log-jsonl {tmp_path}/log.jsonl"
+        f" --tensorboard-dir {tmp_path}/board"
+    )
+    with open_recorder(c, echo=lines.append) as recorder:
+        for k in range(1, 5):
+            recorder.iteration(record(k))
+        recorder.validation(validation(4))
+    assert [line.split("|")[0].split("]")[1].split() for line in lines[:3]] == [
+        ["iteration", "1/", "20"],
+        ["iteration", "2/", "20"],
+        ["iteration", "4/", "20"],
+    ]
+    assert "MFU: 25.0%" in lines[0]
+    assert "validation loss at iteration 4" in lines[4]
+    assert [o["event"] for o in read(tmp_path / "log.jsonl")] == ["iteration"] * 4 + ["validation"]
+    assert len(list((tmp_path / "board").iterdir())) == 1
+
+
+def test_a_resumed_run_goes_on_in_the_same_file(tmp_path: Path) -> None:
+    c = config(f"--log-jsonl {tmp_path}/log.jsonl")
+    with open_recorder(c, echo=_ignore) as recorder:
+        for k in (1, 2, 3):
+            recorder.iteration(record(k))
+    with open_recorder(c, start_iteration=1, echo=_ignore) as recorder:
+        recorder.iteration(record(2, losses={"lm loss": 0.5}))
+    assert [(o["iteration"], o["lm loss"]) for o in read(tmp_path / "log.jsonl")] == [
+        (1, 4.0),
+        (2, 0.5),
+    ]
+
+
+def test_the_other_workers_record_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    c = config(f"--log-interval 1 --log-jsonl {tmp_path}/log.jsonl")
+    with open_recorder(c, active=False) as recorder:
+        recorder.iteration(record(1))
+        recorder.validation(validation(1))
+    assert capsys.readouterr().out == ""
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_lines_go_to_the_standard_output(capsys: pytest.CaptureFixture[str]) -> None:
+    with open_recorder(config("--log-interval 1")) as recorder:
+        recorder.iteration(record(1))
+    assert capsys.readouterr().out.startswith(" [20")
+
+
+def _ignore(_: str) -> None:
+    """Prints nothing."""
+
+
+class _Run:
+    """What a run of Weights & Biases is asked for."""
+
+    def __init__(self) -> None:
+        self.rows: list[tuple[dict[str, float], int]] = []
+        self.finished = False
+
+    def log(self, values: dict[str, float], step: int) -> None:
+        self.rows.append((values, step))
+
+    def finish(self) -> None:
+        self.finished = True
+
+
+def test_weights_and_biases_gets_the_same_series(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, asked = _Run(), {}
+
+    def init(**arguments: Any) -> _Run:
+        asked.update(arguments)
+        return run
+
+    module = ModuleType("wandb")
+    module.init = init  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "wandb", module)
+    c = config(
+        f"--wandb-project p --wandb-exp-name e --wandb-entity o --save {tmp_path} --save-interval 5"
+        " --tensorboard-log-interval 2"
+    )
+    with open_recorder(c, echo=_ignore) as recorder:
+        recorder.iteration(record(1))
+        recorder.iteration(record(2))
+        recorder.validation(validation(2))
+    assert (asked["project"], asked["name"], asked["entity"]) == ("p", "e", "o")
+    assert asked["dir"] == str(tmp_path / "wandb")
+    assert Path(asked["dir"]).is_dir()
+    assert asked["config"]["num_layers"] == 4
+    (train, step), (valid, _) = run.rows
+    assert step == 2
+    assert (train["samples vs steps"], train["lm loss"], train["grad-norm"]) == (32, 4.0, 1.25)
+    assert valid == {"lm loss validation": 2.0}
+    assert run.finished
+
+
+def test_weights_and_biases_without_its_package_is_one_clear_error(tmp_path: Path) -> None:
+    if importlib.util.find_spec("wandb") is not None:
+        pytest.skip("wandb is installed")
+    c = config(f"--wandb-project p --wandb-exp-name e --wandb-save-dir {tmp_path}")
+    with pytest.raises(TelemetryError, match="--wandb-project needs the wandb package"):
+        open_recorder(c)

@@ -1,0 +1,112 @@
+"""TensorBoard files."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_flex.telemetry.interval import Interval
+from megatron_flex.telemetry.scalars import ScalarOptions
+from megatron_flex.telemetry.sink import TelemetryError
+from megatron_flex.telemetry.tensorboard import TensorBoardSink
+from tests.unit.telemetry.records import record, validation
+
+PLAIN = {"learning-rate", "batch-size", "lm loss", "loss-scale", "grad-norm"}
+
+
+def series(directory: Path) -> dict[str, list[tuple[int, float]]]:
+    name = "tensorboard.backend.event_processing.event_accumulator"
+    events: Any = importlib.import_module(name).EventAccumulator(str(directory))
+    events.Reload()
+    return {
+        tag: [(e.step, e.value) for e in events.Scalars(tag)] for tag in events.Tags()["scalars"]
+    }
+
+
+def test_the_series_are_megatrons(tmp_path: Path) -> None:
+    sink = TensorBoardSink(str(tmp_path), ScalarOptions(world_size=4), log_interval=2)
+    for k in range(1, 5):
+        sink.iteration(record(k, losses={"lm loss": float(k)}))
+    sink.validation(validation(4))
+    sink.validation(validation(4, test=True))
+    sink.close()
+    found = series(tmp_path)
+    assert set(found) == {
+        *PLAIN,
+        *(f"{name} vs samples" for name in PLAIN),
+        "lm loss validation",
+        "lm loss validation vs samples",
+        "tokens",
+    }
+    assert found["lm loss"] == [(2, 2.0), (4, 4.0)]
+    assert found["lm loss vs samples"] == [(32, 2.0), (64, 4.0)]
+    assert found["lm loss validation"] == [(4, 2.0)]
+
+
+def test_optional_series_are_written_when_asked_for(tmp_path: Path) -> None:
+    options = ScalarOptions(
+        world_size=4,
+        log_loss_scale=False,
+        log_validation_ppl=True,
+        log_memory=True,
+        log_world_size=True,
+        log_timers=True,
+    )
+    r = record(
+        1,
+        num_zeros=3,
+        params_norm=9.0,
+        skipped_samples=5,
+        memory={"mem-resident-bytes": 7.0},
+        extra={"bubble": 0.5},
+    )
+    summary = Interval(1, 4, 1e13).add(r)
+    assert summary is not None
+    sink = TensorBoardSink(str(tmp_path), options)
+    sink.iteration(r)
+    sink.interval(summary)
+    sink.validation(validation(1))
+    sink.close()
+    found = series(tmp_path)
+    values = {name: rows[0][1] for name, rows in found.items() if "vs samples" not in name}
+    assert values == pytest.approx(
+        {
+            "learning-rate": 1e-3,
+            "skipped-train-samples": 5,
+            "batch-size": 16,
+            "lm loss": 4.0,
+            "world-size": 4,
+            "grad-norm": 1.25,
+            "num-zeros": 3,
+            "params-norm": 9.0,
+            "mem-resident-bytes": 7.0,
+            "tokens": 1000,
+            "bubble": 0.5,
+            "iteration-time": 0.5,
+            "throughput": 1.0,
+            "tokens-per-second": 2000.0,
+            "padding": 0.0,
+            "mfu": 10.0,
+            "lm loss validation": 2.0,
+            "lm loss validation ppl": 7.389056,
+        }
+    )
+    assert found["lm loss validation ppl vs samples"][0][0] == 16
+    assert "num-zeros vs samples" in found
+
+
+def test_a_missing_package_is_one_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    import sys
+
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    with pytest.raises(TelemetryError, match="--tensorboard-dir needs the tensorboard package"):
+        TensorBoardSink("x", ScalarOptions(world_size=1))
+
+
+def test_a_directory_that_cannot_be_written_is_one_clear_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(TelemetryError, match=r"--tensorboard-dir .* cannot be written"):
+        TensorBoardSink(str(tmp_path / "file" / "runs"), ScalarOptions(world_size=1))

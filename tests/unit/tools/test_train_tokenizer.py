@@ -1,0 +1,84 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import sentencepiece
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_flex.tokenizers.build import build_tokenizer
+from tools.train_tokenizer import main
+
+TEXT = "def f(x):\n    return x + 1\n\n\nclass C:\n\tpass  # tab, and two blanks  \n"
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("corpus") / "c.jsonl"
+    lines = [json.dumps({"text": TEXT.replace("x", f"value_{i}")}) for i in range(200)]
+    path.write_text("\n".join([*lines, "broken"]) + "\n")
+    return path
+
+
+@pytest.fixture(scope="module")
+def model(corpus: Path) -> str:
+    output = corpus.with_suffix(".model")
+    words = ["--input", str(corpus), "--output", str(output), "--vocab-size", "400"]
+    assert main(words) == 0
+    return str(output)
+
+
+@given(st.text(st.characters(codec="utf-8", exclude_characters="▁"), max_size=40))
+def test_no_text_is_changed_by_encoding(model: str, text: str) -> None:
+    tokenizer = build_tokenizer("GPTSentencePieceTokenizer", tokenizer_model=model)
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def test_source_code_keeps_its_white_space(model: str) -> None:
+    tokenizer = build_tokenizer("GPTSentencePieceTokenizer", tokenizer_model=model)
+    ids = tokenizer.encode(TEXT)
+    assert tokenizer.decode(ids) == TEXT
+    assert len(ids) < len(TEXT) / 1.5
+
+
+def test_the_model_serves_gpt_and_bert(model: str) -> None:
+    tokenizer = build_tokenizer("SentencePieceTokenizer", tokenizer_model=model)
+    assert tokenizer.vocab_size == 400
+    assert (tokenizer.pad, tokenizer.cls, tokenizer.sep, tokenizer.eod, tokenizer.mask) == (
+        3, 4, 5, 6, 7,
+    )  # fmt: skip
+
+
+def test_the_same_input_gives_the_same_file(corpus: Path, model: str, tmp_path: Path) -> None:
+    again = tmp_path / "again.model"
+    assert main(["--input", str(corpus), "--output", str(again), "--vocab-size", "400"]) == 0
+    assert again.read_bytes() == Path(model).read_bytes()
+    assert [p.name for p in tmp_path.iterdir()] == ["again.model"]
+
+
+def test_long_inputs_are_sampled_evenly(corpus: Path, tmp_path: Path) -> None:
+    output = tmp_path / "m.model"
+    words = ["--input", str(corpus), "--output", str(output), "--vocab-size", "340"]
+    assert main([*words, "--max-characters", "6000"]) == 0
+    assert sentencepiece.SentencePieceProcessor(model_file=str(output)).get_piece_size() == 340
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--vocab-size", "100000"], "--vocab-size 100000"),
+        (["--vocab-size", "400", "--json-keys", "txt"], "no line has text in txt"),
+        (["--max-characters", "0"], "--max-characters"),
+    ],
+)
+def test_what_cannot_be_trained_is_one_clear_message(
+    corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], message: str
+) -> None:
+    output = tmp_path / "m.model"
+    assert main(["--input", str(corpus), "--output", str(output), *words]) == 1
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+    assert not output.exists()
