@@ -1,7 +1,10 @@
 """The plan of an iteration: which units form each stage and which devices hold it.
 
 A plan has a text form, one field a stage, separated by ``|``: ``0:5@0,1 | 5:9@2`` puts units
-0 to 4 on devices 0 and 1 (two data-parallel replicas) and units 5 to 8 on device 2.
+0 to 4 on devices 0 and 1 (two data-parallel replicas) and units 5 to 8 on device 2. Memory
+optimisation follows after semicolons, ``; recompute 1-3 ; optimizer 5,6 ; activations 4``: the
+units whose activations are recomputed, whose optimizer state lives on the host, and whose saved
+activations travel to the host and back.
 """
 
 from __future__ import annotations
@@ -11,6 +14,9 @@ from dataclasses import dataclass
 from functools import cached_property
 
 _STAGE = re.compile(r"\s*(\d+)\s*:\s*(\d+)\s*@\s*(\d+(?:\s*-\s*\d+)?(?:\s*,\s*\d+(?:\s*-\s*\d+)?)*)\s*")
+
+
+_UNITS = re.compile(r"\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*")
 
 
 class PlanError(ValueError):
@@ -30,10 +36,69 @@ class Stage:
 
 
 @dataclass(frozen=True)
+class OPlan:
+    """Memory optimisation (the paper's O_plan): what each unit does on all its holders.
+
+    Attributes:
+        recompute: units whose activations are dropped but for their input, and computed again.
+        optimizer: units whose own slab's optimizer state lives on the host between updates.
+        activations: units whose saved activations go to the host until their backward.
+    """
+
+    recompute: tuple[int, ...] = ()
+    optimizer: tuple[int, ...] = ()
+    activations: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name in ("recompute", "optimizer", "activations"):
+            units = getattr(self, name)
+            if any(b <= a for a, b in zip((-1, *units), units, strict=False)):
+                raise PlanError(f"the units of '{name}' must ascend, each once: {units}")
+        both = sorted(set(self.recompute) & set(self.activations))
+        if both:
+            raise PlanError(
+                f"unit {both[0]} is recomputed and its activations go to the host: choose one"
+            )
+
+    def __bool__(self) -> bool:
+        return bool(self.recompute or self.optimizer or self.activations)
+
+    def __str__(self) -> str:
+        """As in a plan's text form, without the leading semicolon; empty for none."""
+        parts = (
+            f"{name} {_ranges(getattr(self, name))}"
+            for name in ("recompute", "optimizer", "activations")
+            if getattr(self, name)
+        )
+        return " ; ".join(parts)
+
+    @classmethod
+    def parse(cls, text: str) -> OPlan:
+        """Read the text form."""
+        found: dict[str, tuple[int, ...]] = {}
+        for field in filter(None, (f.strip() for f in text.split(";"))):
+            name, _, units = field.partition(" ")
+            units = units.replace(" ", "")
+            if name not in ("recompute", "optimizer", "activations") or name in found:
+                raise PlanError(
+                    f"'{field}' in a plan: expected each of recompute, optimizer, activations at"
+                    " most once, with units, such as 'recompute 1-3,6'"
+                )
+            if not _UNITS.fullmatch(units):
+                raise PlanError(f"'{field}' in a plan: '{units}' are not units, such as 1-3,6")
+            found[name] = _numbers(units)
+        return cls(**found)
+
+
+@dataclass(frozen=True)
 class Plan:
-    """Stages in pipeline order. A device may hold several stages; some devices may be idle."""
+    """Stages in pipeline order. A device may hold several stages; some devices may be idle.
+
+    ``o_plan`` is part of the plan, but not of its layout: compare ``stages`` for that.
+    """
 
     stages: tuple[Stage, ...]
+    o_plan: OPlan = OPlan()
 
     def __post_init__(self) -> None:
         if not self.stages:
@@ -48,6 +113,12 @@ class Plan:
             if not stage.group or len(set(stage.group)) != len(stage.group) or min(stage.group) < 0:
                 raise PlanError(f"stage {number} ({stage}) needs devices, each named once")
             expected = stage.stop
+        for units in (self.o_plan.recompute, self.o_plan.optimizer, self.o_plan.activations):
+            if units and units[-1] >= expected:
+                raise PlanError(
+                    f"the plan has units 0 to {expected - 1}, but memory optimisation names unit"
+                    f" {units[-1]}"
+                )
 
     @property
     def num_units(self) -> int:
@@ -89,22 +160,40 @@ class Plan:
             )
 
     def __str__(self) -> str:
-        return " | ".join(map(str, self.stages))
+        stages = " | ".join(map(str, self.stages))
+        return f"{stages} ; {self.o_plan}" if self.o_plan else stages
 
     @classmethod
     def parse(cls, text: str) -> Plan:
         """Read the text form. Devices may be ranges: ``0:5@0-3``."""
+        layout, _, optimisation = text.partition(";")
         stages = []
-        for number, field in enumerate(text.split("|")):
+        for number, field in enumerate(layout.split("|")):
             match = _STAGE.fullmatch(field)
             if match is None:
                 raise PlanError(
                     f"stage {number} of the plan is '{field.strip()}'; expected START:STOP@DEVICES,"
                     " such as 0:5@0,1"
                 )
-            group: list[int] = []
-            for part in match[3].split(","):
-                first, _, last = part.partition("-")
-                group.extend(range(int(first), int(last or first) + 1))
-            stages.append(Stage(int(match[1]), int(match[2]), tuple(group)))
-        return cls(tuple(stages))
+            stages.append(Stage(int(match[1]), int(match[2]), _numbers(match[3])))
+        return cls(tuple(stages), OPlan.parse(optimisation))
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    """``1-3,6`` as numbers."""
+    numbers: list[int] = []
+    for part in text.split(","):
+        first, _, last = part.partition("-")
+        numbers.extend(range(int(first), int(last or first) + 1))
+    return tuple(numbers)
+
+
+def _ranges(numbers: tuple[int, ...]) -> str:
+    """Ascending numbers as ``1-3,6``."""
+    parts: list[list[int]] = []
+    for number in numbers:
+        if parts and parts[-1][-1] == number - 1:
+            parts[-1][1:] = [number]
+        else:
+            parts.append([number])
+    return ",".join("-".join(map(str, part)) for part in parts)

@@ -452,7 +452,7 @@ def test_a_device_without_a_global_norm_is_refused() -> None:
 def test_work_after_the_global_norm_is_refused() -> None:
     built = program()
     broken = edited(built, 0, lambda steps: steps.append(GlobalNorm()))
-    assert refused(broken, "only updates may follow").device == 0
+    assert refused(broken, "only updates and a switch may follow").device == 0
 
 
 def test_an_evaluation_with_a_backward_or_an_update_is_refused() -> None:
