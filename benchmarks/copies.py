@@ -3,11 +3,11 @@
 
     python benchmarks/copies.py [--mebibytes 512] [--repeats 9]
 
-Every figure is a median of interleaved repeats, in GB/s of bytes copied (bytes counted once; a cast
-counts half of what it reads and writes together, which is what a memcpy of as much traffic copies).
-memcpy runs on as many threads as the kernel beside it, each on its own part. All memory is touched
-before. The hand-over copies source -> arena in one process and arena -> target in another; the arena
-is shared memory.
+Every figure is a median of interleaved repeats, in GB/s of bytes copied. Bytes are counted once; a
+cast counts half of what it reads and writes together, which is what a memcpy of as much traffic
+copies. memcpy runs on as many threads as the kernel beside it, each on its own part. All memory is
+touched before. The hand-over copies source to arena in one process and arena to target in another;
+the arena is shared memory.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Memcpy:
     """The C library's memcpy of ``size`` bytes, cut evenly over ``threads`` threads."""
 
     def __init__(self, source: Tensor, target: Tensor, size: int, threads: int) -> None:
-        self.parts = []
+        self.memory, self.parts = (source, target), []
         for i in range(threads):
             begin, end = size * i // threads // 64 * 64, size * (i + 1) // threads // 64 * 64
             end = size if i == threads - 1 else end
@@ -123,7 +123,7 @@ def casts(size: int, threads: int, repeats: int) -> None:
 
 
 def varlen(size: int, threads: int, repeats: int) -> None:
-    """Rows of 4 KiB, samples of 1 to 512 rows in 512; padding is written, so it counts as copied."""
+    """Rows of 4 KiB, samples of 1 to 512 rows in 512; written padding counts as copied."""
     length, row_floats = 512, 1024
     batch = size // (length * row_floats * 4)
     lengths = torch.randint(1, length + 1, (batch,), dtype=torch.int32)

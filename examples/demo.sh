@@ -66,6 +66,7 @@ TRAINING_ARGS=(
   --lr-decay-style cosine
   --lr-decay-iters 1000
   --lr-warmup-iters 10
+  --override-opt_param-scheduler # a run that is trained on has another --train-iters
 )
 MODEL_PARALLEL_ARGS=(--distributed-backend gloo)
 if [[ -n ${PLAN:-} ]]; then

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -31,7 +32,7 @@ class SegmentCopy:
         """Raises ``ValueError`` for tensors that are strided, elsewhere, or do not fit."""
         sizes = [tensor.nbytes for tensor in tensors]
         if offsets is None:
-            offsets = [sum(sizes[:i]) for i in range(len(sizes))]
+            offsets = list(accumulate(sizes, initial=0))[:-1]
         if len(offsets) != len(sizes):
             raise ValueError(f"{len(sizes)} tensors need as many offsets, not {len(offsets)}")
         for i, tensor in enumerate([*tensors, buffer]):

@@ -75,6 +75,9 @@ SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     ),
     # swiglu.cpp
     "mflex_swiglu": (None, [_POINTER, _POINTER, _LONG, _LONG, _INT, _POINTER, _INT]),
+    # schedule.cpp
+    "mflex_schedule_place": (_LONG, [_POINTER]),
+    "mflex_schedule_replay": (_LONG, [_POINTER]),
     # kernels/cuda, with CUDA only; results are CUDA's error codes, the last argument a stream
     "mflex_cuda_segment_copy": (_INT, [*(_POINTER,) * 4, *(_LONG,) * 4]),
     "mflex_cuda_cast_float32_to_bfloat16": (

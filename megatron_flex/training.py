@@ -14,9 +14,10 @@ from megatron_flex.data.batches import BatchSource, GlobalBatch
 from megatron_flex.data.errors import DataError
 from megatron_flex.learning_rate import LearningRateSchedule, ScheduleError
 from megatron_flex.loop.assemble import Parts, assemble
-from megatron_flex.loop.checkpointing import Checkpoints
+from megatron_flex.loop.checkpointing import Checkpoints, resumed_iteration
 from megatron_flex.loop.evaluation import evaluate
 from megatron_flex.loop.iteration import Iterations, cost_coefficients
+from megatron_flex.loop.plans import Choice, Recording, open_plans
 from megatron_flex.loop.stopping import Stopping
 from megatron_flex.model.attention import check_attention
 from megatron_flex.model.config import loss_names
@@ -81,7 +82,12 @@ class Trainer:
         self.world = world
         self.parts = parts
         t, g = config.training, config.logging
-        self.holdings = Holdings(parts.model, parts.plan, world.rank, world.device)
+        first = resumed_iteration(config.checkpoint)
+        self.plans = open_plans(config, parts.model, parts.plan)
+        self.choice = self.plans.at(first)
+        plan = self.choice.plan
+        exact = config.flexpipe.flexpipe_bitwise
+        self.holdings = Holdings(parts.model, plan, world.rank, world.device, exact=exact)
         optimizer = OptimizerConfig(t.adam_beta1, t.adam_beta2, t.adam_eps, t.clip_grad)
         self.schedule = LearningRateSchedule(config.learning_rate, t)
         self.checkpoints = Checkpoints(config.checkpoint, world, self.holdings, config.values())
@@ -89,7 +95,7 @@ class Trainer:
         self.progress = restored.progress
         self.coefficients = restored.coefficients
         self.iterations = Iterations(
-            config, parts.plan, Executor(world, self.holdings, optimizer), self.coefficients
+            config, plan, Executor(world, self.holdings, optimizer), self.coefficients
         )
         self.stopping = Stopping(t)
         self.profiler = Profiler(config.profiling, world.rank, g.tensorboard_dir)
@@ -109,7 +115,9 @@ class Trainer:
                 flops=self.progress.flops,
                 tokens=self.progress.tokens,
             )
-        self._say(f" plan: {parts.plan}")
+        record = config.flexpipe.flexpipe_record
+        self.recording = Recording(record, first) if record and self.speaks else None
+        self._say(f" plan: {plan}")
         self._say(f" {restored.source or 'random weights'}: starting at iteration"
                   f" {self.progress.iteration}")  # fmt: skip
         for split in ("train", "valid", "test"):
@@ -120,6 +128,7 @@ class Trainer:
         """The whole run: training, then validation and test, unless training was stopped."""
         if self.config.evaluation.skip_train or self.train():
             self.final_evaluation()
+        self.plans.close()
         self.checkpoints.close()
 
     def train(self) -> bool:
@@ -176,10 +185,15 @@ class Trainer:
     def _step(self, source: BatchSource, batch: GlobalBatch) -> StepResult:
         began = time.perf_counter()
         rate = self.schedule.learning_rate
-        result = self.iterations.run(
+        current = self.choice
+        following = self._following()
+        if self.recording is not None:
+            self.recording.add(self.progress.iteration, current)
+        result = self.iterations.train(
             source,
             batch,
-            step_size=StepSize(rate, self.schedule.weight_decay),
+            StepSize(rate, self.schedule.weight_decay),
+            following=following.plan,
             signals=self._signals,
             count_zeros=self.config.logging.log_num_zeros_in_grad,
         )
@@ -217,10 +231,18 @@ class Trainer:
                 num_zeros=result.zeros,
                 params_norm=params_norm,
                 memory=memory_in_use() if log_memory else {},
-                plan=str(self.parts.plan),
+                plan=str(current.plan),
             )
         )
+        self.choice = following
         return result
+
+    def _following(self) -> Choice:
+        """The plan of the next iteration; after the last one nothing moves any more."""
+        t, upcoming = self.config.training, self.progress.iteration + 1
+        if t.train_samples is None and upcoming >= t.train_iters:
+            return self.choice
+        return self.plans.at(upcoming)
 
     def _params_norm(self) -> float:
         """L2 norm of all parameters, over all workers."""
@@ -250,6 +272,7 @@ class Trainer:
         return found.signals
 
     def _save(self) -> None:
+        self.iterations.executor.settle()
         self.checkpoints.save(self.progress, self.schedule, self.coefficients)
         asynchronous = self.config.checkpoint.async_save
         verb = "scheduled an async checkpoint save" if asynchronous else "successfully saved checkpoint"

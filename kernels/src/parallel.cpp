@@ -2,6 +2,7 @@
 
 #include <pthread.h>
 #include <sched.h>
+#include <signal.h>
 
 #include <algorithm>
 #include <atomic>
@@ -27,10 +28,7 @@ class Pool {
     }
     {
       std::lock_guard<std::mutex> lock(mutex_);
-      while (started_ < parts - 1) {
-        std::thread(&Pool::work, this, started_).detach();
-        ++started_;
-      }
+      start(parts - 1);
       part_ = &part;
       helpers_ = parts - 1;
       pending_ = helpers_;
@@ -44,6 +42,15 @@ class Pool {
   }
 
  private:
+  // Signals are for the program's own threads: these are born with all of them blocked.
+  void start(int wanted) {
+    sigset_t all, before;
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before);
+    for (; started_ < wanted; ++started_) std::thread(&Pool::work, this, started_).detach();
+    pthread_sigmask(SIG_SETMASK, &before, nullptr);
+  }
+
   void work(int index) {
     uint64_t seen = 0;
     std::unique_lock<std::mutex> lock(mutex_);

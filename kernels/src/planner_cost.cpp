@@ -66,6 +66,7 @@ double GroupModel::wait(const Group& g) const {
         std::min(p_.share[degree] * forward, static_cast<double>(in_flight(begin, degree)) * mean);
     seconds = std::max(seconds, p_.first_forward[middle] - fill);
   }
+  seconds += p_.round_trip[has_back ? p_.back[g.begin] : p_.front[g.end]];
   if (entry > 0) seconds += inner_hop(g) ? p_.hop_intra : p_.hop_inter;
   return seconds;
 }

@@ -47,6 +47,7 @@ struct mflex_planner_problem {
   const double* transient_step;      // [steps], bytes a token
   const double* first_forward;       // [units + 1], seconds before a unit, smallest micro-batch
   const double* drain;               // [units + 1]
+  const double* round_trip;          // [units + 1], through the units from here to the end and back
   const double* remaining;           // [units + 1], share of the work from a unit to the end
   const int64_t* front;              // [steps + 1], first unit that the front has not given
   const int64_t* back;               // [steps + 1], one past the last unit that the back still has

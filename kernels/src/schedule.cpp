@@ -13,7 +13,7 @@
 
 #include "api.h"
 
-// Mirrored by megatron_flex/schedule/native.py; all fields are eight bytes.
+// Mirrored by megatron_flex/schedule/native_engine.py; all fields are eight bytes.
 struct mflex_schedule_problem {
   int64_t stages, batches, devices, kinds;
   int64_t split;                // backward in two operations
@@ -235,8 +235,7 @@ class Pass {
       }
       if (events_.empty()) {
         if (started_ == total) return kPlaced;
-        if (!force) return kStuck;
-        start_anyway(now);
+        if (!force || !start_anyway(now)) return kStuck;
         continue;
       }
       const double horizon = events_.top().first + p_.tolerance;
@@ -342,7 +341,7 @@ class Pass {
   }
 
   // A device is too small for one micro-batch: start the first one, whatever it takes.
-  void start_anyway(double now) {
+  bool start_anyway(double now) {
     int64_t best = -1, best_rank = 0, best_stage = 0, best_device = 0;
     for (int64_t d = 0; d < p_.devices; ++d) {
       for (int64_t i = p_.queue_offset[d]; i < p_.queue_offset[d + 1]; ++i) {
@@ -354,8 +353,10 @@ class Pass {
         }
       }
     }
+    if (best < 0) return false;
     waiting_[best].pop();
     begin(best_device, best_stage, p_.turn[best_rank], now);
+    return true;
   }
 
   const mflex_schedule_problem& p_;

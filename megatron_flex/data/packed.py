@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 
 import torch
@@ -31,6 +31,18 @@ class PackedBatch:
     loss_mask: torch.Tensor | None = None
     token_types: torch.Tensor | None = None
     sentence_order: torch.Tensor | None = None
+
+    def to(self, device: torch.device) -> PackedBatch:
+        """The same with all tensors on ``device``; itself where they are there already."""
+        if device.type == "cpu":
+            return self
+        tensors = {f.name: getattr(self, f.name) for f in fields(self)}
+        moved = {
+            name: tensor.to(device, non_blocking=True)
+            for name, tensor in tensors.items()
+            if isinstance(tensor, torch.Tensor)
+        }
+        return replace(self, **moved)
 
     @property
     def num_tokens(self) -> int:

@@ -100,7 +100,7 @@ class Checkpoints:
 
         Raises :class:`CheckpointError` naming what does not fit.
         """
-        found = self._find()
+        found = find(self._options)
         if found is None:
             return Restored(Progress(), coefficients)
         directory, options, iteration = found
@@ -134,28 +134,37 @@ class Checkpoints:
             source,
         )
 
-    def _find(self) -> tuple[Path, LoadOptions, int] | None:
-        """Directory, options and iteration to load, agreed on by all workers."""
-        o = self._options
-        options = LoadOptions(
-            finetune=o.finetune,
-            load_optim=o.load_optim,
-            load_rng=o.load_rng,
-            ckpt_step=o.ckpt_step,
-            exit_on_missing_checkpoint=o.exit_on_missing_checkpoint,
-        )
-        if o.load is not None:
-            iteration = options.iteration(o.load)
-            if iteration is not None:
-                return Path(o.load), options, iteration
-        if o.pretrained_checkpoint is not None:
-            iteration = latest(o.pretrained_checkpoint)
-            if iteration is None:
-                raise CheckpointError(
-                    f"--pretrained-checkpoint {o.pretrained_checkpoint} holds no checkpoint"
-                )
-            return Path(o.pretrained_checkpoint), LoadOptions(finetune=True), iteration
-        return None
+
+def find(o: CheckpointOptions) -> tuple[Path, LoadOptions, int] | None:
+    """Directory, options and iteration to load; ``None`` where the run starts from scratch.
+
+    Raises :class:`CheckpointError` when a checkpoint that must be there is not.
+    """
+    options = LoadOptions(
+        finetune=o.finetune,
+        load_optim=o.load_optim,
+        load_rng=o.load_rng,
+        ckpt_step=o.ckpt_step,
+        exit_on_missing_checkpoint=o.exit_on_missing_checkpoint,
+    )
+    if o.load is not None:
+        iteration = options.iteration(o.load)
+        if iteration is not None:
+            return Path(o.load), options, iteration
+    if o.pretrained_checkpoint is not None:
+        iteration = latest(o.pretrained_checkpoint)
+        if iteration is None:
+            raise CheckpointError(
+                f"--pretrained-checkpoint {o.pretrained_checkpoint} holds no checkpoint"
+            )
+        return Path(o.pretrained_checkpoint), LoadOptions(finetune=True), iteration
+    return None
+
+
+def resumed_iteration(options: CheckpointOptions) -> int:
+    """Iterations that the run to be started has behind it."""
+    found = find(options)
+    return 0 if found is None or found[1].finetune else found[2]
 
 
 def saved_arguments(options: CheckpointOptions) -> dict[str, Any]:

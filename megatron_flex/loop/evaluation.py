@@ -45,7 +45,7 @@ def evaluate(
     agreed: tuple[bool, ...] = ()
     for first in range(0, wanted, batch_size):
         batch = source.batch(first, min(batch_size, wanted - first))
-        result = iterations.run(source, batch, signals=signals())
+        result = iterations.evaluate(source, batch, signals())
         for i, (mean, count) in enumerate(zip(result.losses, batch.denominators, strict=True)):
             sums[i] += mean * count
             counts[i] += count

@@ -8,14 +8,19 @@ from megatron_flex.config.config import Config
 from megatron_flex.data.batches import BatchSource, GlobalBatch
 from megatron_flex.data.microbatch import MicroBatch
 from megatron_flex.data.microbatches import CostCoefficients, cut_by_count, cut_by_tokens
-from megatron_flex.planner.flops import model_work, total_work
+from megatron_flex.loop.reader import Reader
 from megatron_flex.model.config import ModelConfig
+from megatron_flex.planner.flops import model_work, total_work
 from megatron_flex.planner.plan import Plan
 from megatron_flex.programs import build_program
-from megatron_flex.loop.reader import Reader
 from megatron_flex.runtime.executor import Executor, StepInputs, StepResult, reduction_groups
 from megatron_flex.runtime.optimizer import StepSize
+from megatron_flex.schedule.emit import switch_only
+from megatron_flex.schedule.transition import Transition, transition
 from megatron_flex.schedule.validate import validate
+
+# Programs that were validated are remembered by plan and number of micro-batches, up to this many.
+_REMEMBERED = 4096
 
 
 def cost_coefficients(config: ModelConfig) -> CostCoefficients:
@@ -27,13 +32,21 @@ def cost_coefficients(config: ModelConfig) -> CostCoefficients:
     return CostCoefficients(1.0, work.quadratic / work.linear)
 
 
+def cut(
+    config: Config, batch: GlobalBatch, coefficients: CostCoefficients
+) -> tuple[MicroBatch, ...]:
+    """The micro-batches of a global batch, by the flags alone."""
+    budget = config.data.micro_batch_tokens
+    if budget is not None:
+        return cut_by_tokens(batch, budget, coefficients)
+    size = config.training.micro_batch_size
+    assert size is not None, "arguments were checked"
+    return cut_by_count(batch, size)
+
+
 @dataclass
 class Iterations:
-    """Runs iterations on one plan.
-
-    ``validated`` holds the shapes of programs that the validator has seen: a plan's first program
-    of each kind and number of micro-batches is replayed before it runs.
-    """
+    """Runs iterations; ``plan`` is the layout that the devices are in."""
 
     config: Config
     plan: Plan
@@ -42,31 +55,53 @@ class Iterations:
 
     def __post_init__(self) -> None:
         self._reader = Reader(self.config.data.num_workers)
-        self._validated: set[tuple[int, bool]] = set()
+        self._validated: set[tuple[Plan, Plan | None, int, bool]] = set()
 
-    def cut(self, batch: GlobalBatch) -> tuple[MicroBatch, ...]:
-        """The micro-batches of a global batch, by the flags alone."""
-        budget = self.config.data.micro_batch_tokens
-        if budget is not None:
-            return cut_by_tokens(batch, budget, self.coefficients)
-        size = self.config.training.micro_batch_size
-        assert size is not None, "arguments were checked"
-        return cut_by_count(batch, size)
-
-    def run(
+    def train(
         self,
         source: BatchSource,
         batch: GlobalBatch,
+        step_size: StepSize,
         *,
-        step_size: StepSize | None = None,
+        following: Plan,
         signals: tuple[bool, ...] = (),
         count_zeros: bool = False,
     ) -> StepResult:
-        """Train on ``batch``, or evaluate it when there is no ``step_size``."""
-        executor = self.executor
-        world, model = executor.world, executor.holdings.config
-        micro_batches = self.cut(batch)
-        evaluate = step_size is None
+        """Train on ``batch`` and leave the layout ``following`` behind."""
+        way = self.config.flexpipe.flexpipe_switch
+        change = None
+        if following != self.plan and way != "restart":
+            layers = self.executor.holdings.config.layers
+            late = frozenset[tuple[int, int]]() if way == "live" else None
+            change = transition(self.plan, following, layers, late=late)
+        within = None if way == "stall" else change
+        result = self._run(source, batch, StepInputs(
+            self._reader, batch.denominators, step_size, signals, count_zeros
+        ), within)  # fmt: skip
+        if change is not None:
+            if way == "stall":
+                self._stall(change)
+            self.executor.holdings.adopt(following)
+            self.plan = following
+        return result
+
+    def evaluate(
+        self, source: BatchSource, batch: GlobalBatch, signals: tuple[bool, ...] = ()
+    ) -> StepResult:
+        """Losses of ``batch``, without an update."""
+        inputs = StepInputs(self._reader, batch.denominators, signals=signals)
+        return self._run(source, batch, inputs, None)
+
+    def _run(
+        self,
+        source: BatchSource,
+        batch: GlobalBatch,
+        inputs: StepInputs,
+        change: Transition | None,
+    ) -> StepResult:
+        world, model = self.executor.world, self.executor.holdings.config
+        micro_batches = cut(self.config, batch, self.coefficients)
+        evaluate = inputs.step_size is None
         program = build_program(
             model,
             self.plan,
@@ -74,13 +109,22 @@ class Iterations:
             world.size,
             policy=self.config.flexpipe.flexpipe_schedule,
             forward_only=evaluate,
+            switch=change,
         )
-        shape = (len(micro_batches), evaluate)
-        if shape not in self._validated:
+        key = (self.plan, program.next_plan, len(micro_batches), evaluate)
+        if key not in self._validated:
             validate(program, model.layers, forward_only=evaluate)
-            self._validated.add(shape)
-            if world.reductions is not None:
-                world.reductions.prepare(reduction_groups([program]))
+            if len(self._validated) >= _REMEMBERED:
+                self._validated.clear()
+            self._validated.add(key)
+        if world.reductions is not None and not evaluate:
+            world.reductions.prepare(reduction_groups([program]))
         self._reader.start(source, micro_batches, program, world.rank)
-        inputs = StepInputs(self._reader, batch.denominators, step_size, signals, count_zeros)
-        return executor.run(program, inputs)
+        return self.executor.run(program, inputs)
+
+    def _stall(self, change: Transition) -> None:
+        """Everybody stops, state moves, everybody goes on."""
+        world = self.executor.world
+        world.barrier()
+        self.executor.switch(switch_only(change, world.size)[world.rank])
+        world.barrier()

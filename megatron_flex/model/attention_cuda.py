@@ -28,17 +28,21 @@ def _varlen_kernel() -> _Kernel:
     except ImportError:
         return _flash_attn_kernel()
     varlen_attn: Any = varlen.varlen_attn
-    windowed = "window_size" in inspect.signature(varlen_attn).parameters
+    # The arguments differ between PyTorch's versions.
+    names = inspect.signature(varlen_attn).parameters
 
     def run(q: Tensor, k: Tensor, v: Tensor, context: PackedContext, o: AttentionOptions) -> Tensor:
         offsets, longest = context.cumulative_lengths, max(context.lengths)
-        if windowed:
-            mask: dict[str, Any] = {"window_size": (-1, 0 if o.causal else -1), "enable_gqa": True}
+        more: dict[str, Any] = {"scale": o.scale}
+        if "window_size" in names:
+            more["window_size"] = (-1, 0 if o.causal else -1)
         else:
-            mask = {"is_causal": o.causal}
-        out: Tensor = varlen_attn(
-            q, k, v, offsets, offsets, longest, longest, scale=o.scale, **mask
-        )
+            more["is_causal"] = o.causal
+        if "enable_gqa" in names:
+            more["enable_gqa"] = True
+        elif q.shape[1] != k.shape[1]:
+            k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], dim=1) for t in (k, v))
+        out: Tensor = varlen_attn(q, k, v, offsets, offsets, longest, longest, **more)
         return out
 
     return run

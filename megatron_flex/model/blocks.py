@@ -23,11 +23,15 @@ from megatron_flex.model.keys import EMBEDDING_SITE, hidden_site
 from megatron_flex.model.layers import Kind, Unit
 from megatron_flex.model.megatron import (
     DTYPES,
+    LOCAL,
     LanguageModelEmbedding,
+    LayerModules,
     ModuleSpec,
     SoloGroup,
     half_layer,
+    plain_name,
     transformer_config,
+    transformer_engine_modules,
 )
 
 __all__ = [
@@ -76,7 +80,7 @@ class EmbeddingBlock(Block):
 class LayerBlock(Block):
     """The attention half or the MLP half of a transformer layer."""
 
-    def __init__(self, unit: Unit, config: ModelConfig) -> None:
+    def __init__(self, unit: Unit, config: ModelConfig, modules: LayerModules = LOCAL) -> None:
         super().__init__(unit, config)
         assert unit.layer is not None
         mlp = unit.kind is Kind.MLP
@@ -86,6 +90,7 @@ class LayerBlock(Block):
             unit.layer,
             VarlenAttention,
             ModuleSpec(KeyedBiasDropoutAdd, params={"site": hidden_site(unit.layer, mlp)}),
+            modules,
         )
         self._bda = cast(
             KeyedBiasDropoutAdd, self.layer.mlp_bda if mlp else self.layer.self_attn_bda
@@ -96,7 +101,9 @@ class LayerBlock(Block):
     def full_names(self) -> dict[str, str]:
         """Names as in ``GPTModel`` or ``BertModel``: ``decoder.layers.3.mlp.linear_fc1.weight``."""
         prefix = f"{self.stack}.layers.{self.unit.layer}."
-        return {prefix + name: f"layer.{name}" for name, _ in self.layer.named_parameters()}
+        return {
+            prefix + plain_name(name): f"layer.{name}" for name, _ in self.layer.named_parameters()
+        }
 
     def forward(self, hidden: Tensor | None, batch: PackedBatch) -> Tensor:
         """``[T, 1, H] -> [T, 1, H]``."""
@@ -111,26 +118,39 @@ class LayerBlock(Block):
         return cast(Tensor, output)
 
 
-_BLOCKS: dict[Kind, type[Block]] = {
-    Kind.EMBEDDING: EmbeddingBlock,
-    Kind.ATTENTION: LayerBlock,
-    Kind.MLP: LayerBlock,
-    Kind.HEAD: HeadBlock,
-}
+def _construct(unit: Unit, config: ModelConfig, transformer_engine: bool) -> Block:
+    block: Block
+    if unit.kind is Kind.EMBEDDING:
+        block = EmbeddingBlock(unit, config)
+    elif unit.kind is Kind.HEAD:
+        block = HeadBlock(unit, config)
+    else:
+        modules = transformer_engine_modules() if transformer_engine else LOCAL
+        block = LayerBlock(unit, config, modules)
+    return block.to(DTYPES[config.params_dtype])
 
 
-def build_shell(unit: Unit, config: ModelConfig) -> Block:
+def build_shell(unit: Unit, config: ModelConfig, *, transformer_engine: bool = False) -> Block:
     """Build a unit without memory for its parameters: they have shapes (meta device) only.
 
-    For a device that holds the values elsewhere; ``bind`` each parameter before use.
+    For a device that holds the values elsewhere; ``bind`` each parameter before use. Arguments as
+    for :func:`build_block`.
     """
     with torch.device("meta"):
-        return _BLOCKS[unit.kind](unit, config).to(DTYPES[config.params_dtype])
+        return _construct(unit, config, transformer_engine)
 
 
-def build_block(unit: Unit, config: ModelConfig) -> Block:
-    """Build a unit on the CPU with its initial values, which depend on (seed, slab) only."""
-    block = _BLOCKS[unit.kind](unit, config).to(DTYPES[config.params_dtype])
+def build_block(unit: Unit, config: ModelConfig, *, transformer_engine: bool = False) -> Block:
+    """Build a unit on the CPU with its initial values, which depend on (seed, slab) only.
+
+    Args:
+        unit: one of ``config.layers.units``.
+        config: the model.
+        transformer_engine: build layers from Transformer Engine's modules, which compute on CUDA
+            only. Parameter names and initial values are the same. Raises ``ImportError`` if the
+            package is missing.
+    """
+    block = _construct(unit, config, transformer_engine)
     for slab, parameters in block.slab_parameters().items():
         initialize(config, slab, parameters)
     return block

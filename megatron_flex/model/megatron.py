@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -63,26 +64,33 @@ with _quick_import():
 
 __all__ = [
     "DTYPES",
+    "LOCAL",
     "AttnMaskType",
     "BertLMHead",
     "ColumnLinear",
     "LanguageModelEmbedding",
+    "LayerModules",
     "ModuleSpec",
     "Pooler",
+    "ProcessGroupCollection",
     "RowLinear",
     "SoloGroup",
     "TransformerConfig",
     "WrappedTorchNorm",
     "half_layer",
-    "process_groups",
+    "plain_name",
     "transformer_config",
+    "transformer_engine_modules",
 ]
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class SoloGroup:
-    """A process group of one: what megatron-core asks of a group that never communicates."""
+    """A process group of one: what megatron-core asks of a group that never communicates.
+
+    With it no ``parallel_state`` and no ``torch.distributed`` is needed.
+    """
 
     def size(self) -> int:
         """Number of ranks."""
@@ -91,12 +99,6 @@ class SoloGroup:
     def rank(self) -> int:
         """This process's rank."""
         return 0
-
-
-def process_groups() -> ProcessGroupCollection:
-    """Tensor, context and pipeline groups of size one; no ``parallel_state`` is needed."""
-    solo = SoloGroup()
-    return ProcessGroupCollection(tp=solo, cp=solo, pp=solo)
 
 
 class ColumnLinear(ColumnParallelLinear):
@@ -130,6 +132,56 @@ class RowLinear(RowParallelLinear):
         return linear(input_, self.weight, self.bias), None
 
 
+@dataclass(frozen=True)
+class LayerModules:
+    """The classes that a layer is built from.
+
+    ``norm`` comes before the attention and the MLP, or is ``IdentityOp`` where ``column`` has it.
+    """
+
+    norm: type
+    column: type
+    row: type
+    qk_norm: type
+    tp_group: SoloGroup | None
+
+
+LOCAL = LayerModules(WrappedTorchNorm, ColumnLinear, RowLinear, WrappedTorchNorm, SoloGroup())
+
+# Where Transformer Engine fuses a norm into the linear that follows, and Megatron's plain name.
+_FUSED_NORMS = {
+    "self_attention.linear_qkv.layer_norm_": "input_layernorm.",
+    "mlp.linear_fc1.layer_norm_": "pre_mlp_layernorm.",
+}
+
+
+def transformer_engine_modules() -> LayerModules:
+    """Transformer Engine's modules, as in megatron-core's layer specs for it.
+
+    Needs CUDA and the package ``transformer_engine``; raises ``ImportError`` without them.
+    """
+    with _quick_import():
+        from megatron.core.extensions import transformer_engine as te
+
+    if not te.HAVE_TE:
+        raise ImportError(
+            "Transformer Engine is not installed: use --transformer-impl local, or install it with"
+            " pip install megatron-flex[gpu]"
+        )
+    # It asks torch.distributed about its group, so "no group" says that there is one rank.
+    return LayerModules(
+        IdentityOp, te.TELayerNormColumnParallelLinear, te.TERowParallelLinear, te.TENorm, None
+    )
+
+
+def plain_name(name: str) -> str:
+    """A parameter's name within its layer, the same for every kind of modules."""
+    for fused, plain in _FUSED_NORMS.items():
+        if name.startswith(fused):
+            return plain + name.removeprefix(fused)
+    return name
+
+
 @cache
 def transformer_config(config: ModelConfig) -> TransformerConfig:
     """The megatron-core configuration of ``config``.
@@ -137,30 +189,33 @@ def transformer_config(config: ModelConfig) -> TransformerConfig:
     Initial values are ours (``initialize.py``), so its own initialisation is off. Its fusions are
     off: they go through ``torch.compile``, which needs a compiler on the machine that trains.
     """
-    return TransformerConfig(
-        num_layers=config.num_layers,
-        hidden_size=config.hidden_size,
-        num_attention_heads=config.num_attention_heads,
-        num_query_groups=config.num_query_groups,
-        kv_channels=config.kv_channels,
-        ffn_hidden_size=config.ffn_hidden_size,
-        normalization=config.normalization,
-        layernorm_epsilon=config.norm_epsilon,
-        gated_linear_unit=config.swiglu,
-        activation_func=silu if config.swiglu else gelu,
-        add_bias_linear=config.add_bias_linear,
-        qk_layernorm=config.qk_layernorm,
-        hidden_dropout=config.hidden_dropout,
-        attention_dropout=config.attention_dropout,
-        init_method_std=config.init_method_std,
-        params_dtype=DTYPES[config.params_dtype],
-        use_cpu_initialization=True,
-        perform_initialization=False,
-        bias_activation_fusion=False,
-        # The MLP then calls the activation of its spec, ours, instead of halving and multiplying.
-        use_te_activation_func=config.swiglu,
-        bias_dropout_fusion=False,
-    )
+    with warnings.catch_warnings():
+        # A default of its own is deprecated.
+        warnings.simplefilter("ignore")
+        return TransformerConfig(
+            num_layers=config.num_layers,
+            hidden_size=config.hidden_size,
+            num_attention_heads=config.num_attention_heads,
+            num_query_groups=config.num_query_groups,
+            kv_channels=config.kv_channels,
+            ffn_hidden_size=config.ffn_hidden_size,
+            normalization=config.normalization,
+            layernorm_epsilon=config.norm_epsilon,
+            gated_linear_unit=config.swiglu,
+            activation_func=silu if config.swiglu else gelu,
+            add_bias_linear=config.add_bias_linear,
+            qk_layernorm=config.qk_layernorm,
+            hidden_dropout=config.hidden_dropout,
+            attention_dropout=config.attention_dropout,
+            init_method_std=config.init_method_std,
+            params_dtype=DTYPES[config.params_dtype],
+            use_cpu_initialization=True,
+            perform_initialization=False,
+            bias_activation_fusion=False,
+            # The MLP then calls the activation of its spec (ours) on the whole of the input.
+            use_te_activation_func=config.swiglu,
+            bias_dropout_fusion=False,
+        )
 
 
 def half_layer(
@@ -169,46 +224,51 @@ def half_layer(
     layer: int,
     core_attention: type[torch.nn.Module],
     bias_dropout_add: ModuleSpec,
+    modules: LayerModules = LOCAL,
 ) -> TransformerLayer:
     """A ``TransformerLayer`` of which only the attention or only the MLP half is there.
 
     The other half stays at megatron-core's ``IdentityOp``; two halves equal the whole layer.
+    ``layer`` counts from 0.
     """
     if kind is Kind.ATTENTION:
-        norm = WrappedTorchNorm if config.qk_layernorm else IdentityOp
+        mask = AttnMaskType.causal if config.causal else AttnMaskType.padding
+        qk_norm = modules.qk_norm if config.qk_layernorm else IdentityOp
         submodules = TransformerLayerSubmodules(
-            input_layernorm=WrappedTorchNorm,
+            input_layernorm=modules.norm,
             self_attention=ModuleSpec(
                 module=SelfAttention,
-                params={
-                    "attn_mask_type": AttnMaskType.causal if config.causal else AttnMaskType.padding
-                },
+                params={"attn_mask_type": mask},
                 submodules=SelfAttentionSubmodules(
-                    linear_qkv=ColumnLinear,
+                    linear_qkv=modules.column,
                     core_attention=core_attention,
-                    linear_proj=RowLinear,
-                    q_layernorm=norm,
-                    k_layernorm=norm,
+                    linear_proj=modules.row,
+                    q_layernorm=qk_norm,
+                    k_layernorm=qk_norm,
                 ),
             ),
             self_attn_bda=bias_dropout_add,
         )
     else:
         submodules = TransformerLayerSubmodules(
-            pre_mlp_layernorm=WrappedTorchNorm,
+            pre_mlp_layernorm=modules.norm,
             mlp=ModuleSpec(
                 module=MLP,
                 submodules=MLPSubmodules(
-                    linear_fc1=ColumnLinear,
-                    linear_fc2=RowLinear,
+                    linear_fc1=modules.column,
+                    linear_fc2=modules.row,
                     activation_func=SwiGLU if config.swiglu else None,
                 ),
             ),
             mlp_bda=bias_dropout_add,
         )
-    return TransformerLayer(
-        transformer_config(config),
-        submodules,
-        layer_number=layer + 1,
-        pg_collection=process_groups(),
-    )
+    solo = SoloGroup()
+    with warnings.catch_warnings():
+        # megatron-core reminds itself to pass the MLP's width.
+        warnings.simplefilter("ignore")
+        return TransformerLayer(
+            transformer_config(config),
+            submodules,
+            layer_number=layer + 1,
+            pg_collection=ProcessGroupCollection(tp=modules.tp_group, cp=solo, pp=solo),
+        )

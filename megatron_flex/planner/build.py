@@ -8,11 +8,11 @@ from functools import cached_property
 
 import numpy as np
 
-from megatron_flex.cluster.cluster import Cluster
+from megatron_flex.cluster.cluster import Cluster, Link
 from megatron_flex.cluster.profile import Line, Profile
 from megatron_flex.data.microbatch import MicroBatch
 from megatron_flex.model.config import ModelConfig
-from megatron_flex.model.layers import Kind
+from megatron_flex.model.layers import Kind, LayerList
 from megatron_flex.planner.memory import StateBytes, tied_state, unit_memory
 from megatron_flex.planner.native_search import shares
 from megatron_flex.planner.options import PlannerOptions
@@ -76,9 +76,14 @@ class ModelCosts:
             )
 
     @cached_property
+    def layers(self) -> LayerList:
+        """The layer list."""
+        return self.config.layers
+
+    @cached_property
     def points(self) -> tuple[int, ...]:
         """First unit of each element, and the number of units."""
-        return cut_points(self.config.layers, self.options.unit)
+        return cut_points(self.layers, self.options.unit)
 
     @property
     def num_elements(self) -> int:
@@ -88,7 +93,7 @@ class ModelCosts:
     @cached_property
     def kinds(self) -> tuple[tuple[Kind, ...], ...]:
         """The kinds of the units in each element."""
-        units = self.config.layers.units
+        units = self.layers.units
         return tuple(
             tuple(unit.kind for unit in units[a:b])
             for a, b in zip(self.points, self.points[1:], strict=False)
@@ -132,9 +137,14 @@ class ModelCosts:
         return {kind: m.state for kind, m in unit_memory(self.config).items()}
 
     @cached_property
+    def tied_state(self) -> StateBytes:
+        """State of the tied word embedding; zero when untied."""
+        return tied_state(self.config)
+
+    @cached_property
     def tied(self) -> Tied:
         """The tied word embedding."""
-        state = tied_state(self.config)
+        state = self.tied_state
         return Tied(
             state=float(state.parameters + state.gradients),
             optimizer=float(state.optimizer),
@@ -188,7 +198,7 @@ class ModelCosts:
     def travelling(self) -> Array:
         """Bytes that move with an element: parameters and optimizer state (no gradients)."""
         own = {k: float(s.parameters + s.optimizer) for k, s in self.unit_state.items()}
-        tied = tied_state(self.config)
+        tied = self.tied_state
         return self._with_tied(self._sum(own), float(tied.parameters + tied.optimizer))
 
     @cached_property
@@ -202,6 +212,37 @@ class ModelCosts:
     def server(self) -> IntArray:
         """Server of each slot."""
         return np.array([self.cluster.server_of(d) for d in self.devices], dtype=np.int64)
+
+    @cached_property
+    def activation(self) -> Array:
+        """Bytes that a forward leaves, a token."""
+        return self._sum({kind: costs.activation for kind, costs in self.profile.kinds.items()})
+
+    @property
+    def intra(self) -> Link:
+        """The link between devices of a server: measured, if the profile has it."""
+        return self.profile.links.get("intra", self.cluster.intra)
+
+    @property
+    def host(self) -> Link:
+        """The link to the host's memory."""
+        return self.profile.links.get("host", self.cluster.host)
+
+    def slab_state(self, slab: int) -> StateBytes:
+        """Bytes of a slab's state on one device."""
+        if slab == self.layers.tied_slab:
+            return self.tied_state
+        return self.unit_state[self.layers.units[slab].kind]
+
+    def slab_gradients(self, slab: int) -> float:
+        """Bytes of a slab's gradient."""
+        return float(self.slab_state(slab).gradients)
+
+    def slab_update(self, slab: int) -> float:
+        """Seconds of a slab's update."""
+        if slab == self.layers.tied_slab:
+            return self.profile.tied_update
+        return self.profile.kinds[self.layers.units[slab].kind].update
 
     @property
     def budget(self) -> float:
@@ -271,9 +312,8 @@ class ModelCosts:
 
     def wires(self, batch: Batch) -> Wires:
         """What the messages of a batch cost on this cluster."""
-        c, boundary = self.cluster, self.profile.boundary
-        inner, outer = self.profile.links.get("intra", c.intra), c.inter
-        host = self.profile.links.get("host", c.host)
+        boundary = self.profile.boundary
+        inner, outer, host = self.intra, self.cluster.inter, self.host
         least, total, count = batch.tokens.min(), batch.tokens.sum(), len(batch.tokens)
 
         def busy(per_byte: float, latency: float) -> float:

@@ -13,7 +13,9 @@ for every group g of devices that hold the same stages (one, or two in a V):
     before its first operation: forward of the elements before it, each at the least of all
     micro-batches, and one hop (later hops overlap, and are left to the simulation). In a V also
     the wait for the second chunk: the forward of all before it, less what the first chunk fills:
-    ``min(all its forwards on the busiest replica, K * mean forward)``.
+    ``min(all its forwards on the busiest replica, K * mean forward)``. Where the backward is not
+    split, nothing fills the round trip of one micro-batch through the elements after it: with the
+    drain below, that makes the usual ``sum t + (n - 1) * max t`` of a straight pipeline.
 ``work``
     forward and backward on the busiest replica: all work times ``share[d]``. With it what messages
     keep it from computing.
@@ -152,6 +154,9 @@ def group_cost(t: Tables, group: Group) -> GroupCost:
         forward = float(t.forward[begin:end].sum())
         fill += min(share * forward, in_flight(t, begin, degree) * forward / t.num_micro_batches)
         work += share * float(t.work[begin:end].sum())
+    if not t.split:
+        after = group.chunks[-1][1]
+        wait += float(t.first_forward[after:].sum() + t.first_backward[after:].sum())
     if entry > 0:
         wait += t.wires.hop[link]
         work += float(t.shares.share[degrees[0]]) * t.wires.busy[link]

@@ -32,7 +32,7 @@ _DOUBLES = (
 _ARRAYS = (
     "work_prefix front_forward_prefix hide_prefix reduce_prefix state_prefix optimizer_prefix"
     " front_activation_prefix back_activation_prefix update_prefix front_count_prefix"
-    " back_count_prefix reduce_step transient_step first_forward drain remaining front back"
+    " back_count_prefix reduce_step transient_step first_forward drain round_trip remaining front back"
     " kind_forward kind_activation kind_kept kind_optimizer share top_offset top_tokens server"
     " budget device_class fetch_bytes fetch_seconds handover_seconds spare"
 ).split()
@@ -127,6 +127,7 @@ class SearchProblem:
         activation = t.activation[order]
         total = float(t.work.sum())
         remaining = total - prefix(t.work)
+        both = prefix(t.first_forward + t.first_backward)
         a = t.arrivals
         arrays: dict[str, Array | IntArray] = {
             "work_prefix": prefix(t.work[order]),
@@ -144,6 +145,7 @@ class SearchProblem:
             "transient_step": t.transient[order],
             "first_forward": prefix(t.first_forward),
             "drain": prefix(t.first_backward * (0.0 if t.split else 1.0)),
+            "round_trip": np.zeros(elements + 1) if t.split else both[-1] - both,
             "remaining": remaining / total if total > 0 else np.ones(elements + 1),
             "front": self.front,
             "back": self.back.astype(np.int64),

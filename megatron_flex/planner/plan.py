@@ -184,6 +184,8 @@ def _numbers(text: str) -> tuple[int, ...]:
     numbers: list[int] = []
     for part in text.split(","):
         first, _, last = part.partition("-")
+        if int(last or first) < int(first):
+            raise PlanError(f"'{part}' in a plan is empty: write the lower number first")
         numbers.extend(range(int(first), int(last or first) + 1))
     return tuple(numbers)
 

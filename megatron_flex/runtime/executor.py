@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 
 import torch
 import torch.distributed as dist
 
 from megatron_flex.data.packed import PackedBatch
 from megatron_flex.runtime import exact
+from megatron_flex.runtime.clock import Clock, Measured
 from megatron_flex.runtime.communicator import Communicator, StateTransfers, explain
 from megatron_flex.runtime.holdings import Holdings
 from megatron_flex.runtime.optimizer import OptimizerConfig, StepSize, clip_coefficient, update
@@ -63,6 +64,7 @@ class StepResult:
     ``losses`` are means over the global batch (0.0 where a denominator is 0), ``skipped`` says
     that no update was made, ``finite`` is false if the gradient norm was NaN or infinite.
     ``signals`` are true where any worker's was. ``zeros`` is the number of zero gradients.
+    ``measured`` are the times of each device.
     """
 
     losses: tuple[float, ...]
@@ -71,6 +73,7 @@ class StepResult:
     finite: bool
     signals: tuple[bool, ...] = ()
     zeros: int | None = None
+    measured: tuple[Measured, ...] = field(default=(), compare=False)
 
 
 @dataclass
@@ -105,6 +108,7 @@ class Executor:
         dtype = torch.bfloat16 if holdings.config.params_dtype == "bfloat16" else torch.float32
         self._communicator = Communicator(world, holdings.config.hidden_size, dtype)
         self._states = StateTransfers(world)
+        self.clock = Clock(world.device)
         self._slabs_of = [unit.slabs for unit in holdings.config.layers.units]
 
     def run(self, program: Program, inputs: StepInputs) -> StepResult:
@@ -124,17 +128,33 @@ class Executor:
             torch.zeros(slabs, dtype=torch.float64, device=device),
             torch.zeros(1, dtype=torch.float64, device=device),
         )
+        clock = self.clock
+        clock.begin()
         self.holdings.train(training)
         self._communicator.expect(instructions)
         with torch.set_grad_enabled(training):
             for instruction in instructions:
+                started = clock.start(instruction)
                 HANDLERS[type(instruction)](self, run, instruction)
+                clock.stop(instruction, started)
         self._communicator.finish()
         if run.result is None:
             raise ValueError("the program has no GlobalNorm")
         if training and not run.result.skipped:
             self.holdings.updates += 1
         return run.result
+
+    def switch(self, instructions: Sequence[Instruction]) -> None:
+        """Run the state messages and drops of a switch between iterations, and wait for them."""
+        for op in instructions:
+            if isinstance(op, SendState):
+                self._send_state(None, op)
+            elif isinstance(op, RecvState):
+                self._receive_state(None, op)
+        self.settle()
+        for op in instructions:
+            if isinstance(op, Drop):
+                self.holdings.drop(op.slab)
 
     def settle(self) -> None:
         """Wait for all slab states on their way, before anything but a program uses the slabs."""
@@ -197,7 +217,7 @@ class Executor:
                 op.micro_batch,
                 route[0][op.micro_batch] == rank,
                 route[-1][op.micro_batch] == rank,
-            )
+            ).to(self.world.device)
             run.batches[op.micro_batch] = batch
         return batch
 
@@ -254,11 +274,14 @@ class Executor:
         # same whatever the plan; it is taken in slab and micro-batch order afterwards.
         signals = torch.tensor(run.inputs.signals, dtype=torch.float64)
         parts = [run.squares.cpu(), run.losses.flatten().cpu(), run.zeros.cpu(), signals]
+        times = torch.zeros(self.world.size, 3, dtype=torch.float64)
+        times[self.world.rank] = torch.tensor(astuple(self.clock.measured()))
+        parts.append(times.flatten())
         combined = torch.cat(parts)
         if self.world.control is not None:
             with explain("waiting for all workers at the global norm", self.world):
                 dist.all_reduce(combined, group=self.world.control)
-        squares, losses, zeros, signals = combined.split([p.numel() for p in parts])
+        squares, losses, zeros, signals, times = combined.split([p.numel() for p in parts])
         sums = losses.view_as(run.losses).sum(0).tolist()
         norm = math.sqrt(squares.sum().item()) if run.training else 0.0
         finite = math.isfinite(norm)
@@ -271,6 +294,7 @@ class Executor:
             finite=finite,
             signals=tuple((signals > 0).tolist()),
             zeros=int(zeros.item()) if run.inputs.count_zeros else None,
+            measured=tuple(Measured(*row) for row in times.view(-1, 3).tolist()),
         )
 
     def _update_or_skip(self, run: _Run, op: UpdateOrSkip) -> None:
@@ -291,13 +315,13 @@ class Executor:
 
     # ---- a switch ----------------------------------------------------------------------------
 
-    def _send_state(self, run: _Run, op: SendState) -> None:
+    def _send_state(self, run: _Run | None, op: SendState) -> None:
         slab = self.holdings.slabs[op.slab]
         if slab.layout.numel:
             self._wait_arrived(op.slab)
             self._states.send(op, slab.state)
 
-    def _receive_state(self, run: _Run, op: RecvState) -> None:
+    def _receive_state(self, run: _Run | None, op: RecvState) -> None:
         slab = self.holdings.join(op.slab)
         if slab.layout.numel:
             self._states.receive(op, slab.state)

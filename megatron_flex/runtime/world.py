@@ -86,6 +86,10 @@ class World:
         dist.broadcast_object_list(box, src=0, group=self.control)
         return box[0]
 
+    def barrier(self) -> None:
+        """Wait for all workers."""
+        self.max(0)
+
     def sum(self, value: float) -> float:
         """The sum of all workers' ``value``, on every worker."""
         if self.control is None:

@@ -9,6 +9,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
 
 Table = tuple[tuple[float, ...], ...]
 
@@ -61,6 +65,13 @@ class OpCosts:
                     raise ValueError(
                         f"costs.{name}, row {number}: costs must be finite and not negative"
                     )
+
+    @cached_property
+    def arrays(self) -> dict[str, NDArray[np.float64]]:
+        """The tables as arrays, by name: ``[stages, micro_batches]`` (transfer: one row less)."""
+        shape = (-1, self.num_micro_batches)
+        names = ("forward", "backward_input", "backward_weight", "transfer", "activation")
+        return {name: np.array(getattr(self, name), float).reshape(shape) for name in names}
 
     @property
     def num_stages(self) -> int:

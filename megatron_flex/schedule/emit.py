@@ -129,6 +129,17 @@ def emit(
     return Program(plan, tokens, problem.route, tuple(lists), next_plan)
 
 
+def switch_only(switch: Transition, world_size: int) -> tuple[tuple[Instruction, ...], ...]:
+    """Lists for a switch between two iterations, while nothing computes."""
+    return tuple(
+        (
+            *_state_messages(device, switch.moves),
+            *(Drop(slab) for slab, devices in enumerate(switch.drops) if device in devices),
+        )
+        for device in range(world_size)
+    )
+
+
 def _state_messages(device: int, moves: Iterable[Move]) -> list[Instruction]:
     out: list[Instruction] = []
     for move in moves:

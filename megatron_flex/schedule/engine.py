@@ -13,13 +13,11 @@ from collections.abc import Sequence
 from heapq import heappop, heappush
 
 from megatron_flex.schedule.budget import Banker, Ticket, in_one_direction
+from megatron_flex.schedule.native_engine import Lend, NativePass, Verdict, available
 from megatron_flex.schedule.placement import OpKind, Placement, Problem, positions
 from megatron_flex.schedule.policies.policy import Limits, Policy
 
 FORWARD, BACKWARD, WEIGHT = map(int, OpKind)
-#: Events that are closer than this fraction of a mean operation happen at the same time, so that
-#: rounding does not decide which of two ready operations a device takes.
-SIMULTANEOUS = 1e-9
 
 
 def place(
@@ -37,19 +35,41 @@ def place(
     Every operation is placed. Where the memory of a device is less than one micro-batch needs
     there, the earliest waiting forward goes on regardless, and the predicted peak shows it.
     """
+    run = _native if available() else _python
     if problem.forward_only or min(limits.memory) == math.inf:
-        return _Pass(problem, policy, turn, limits.in_flight, None).run(stop)
-    lender = Banker(problem, limits.memory)
+        return run(problem, policy, turn, limits, Lend.NOBODY, stop)
     try:
-        found = _Pass(problem, policy, turn, limits.in_flight, lender).run(stop)
+        found = run(problem, policy, turn, limits, Lend.BANKER, stop)
     except _Stuck:
         found = None
     else:
         # Giving up may have been due to a pass that was about to get stuck.
         if found is not None or in_one_direction(problem.plan):
             return found
-    ticket = Ticket(problem, limits.memory, turn)
-    return _Pass(problem, policy, turn, limits.in_flight, ticket).run(stop)
+    return run(problem, policy, turn, limits, Lend.TICKET, stop)
+
+
+def _native(
+    problem: Problem, policy: Policy, turn: Sequence[int], limits: Limits, lend: Lend, stop: float
+) -> Placement | None:
+    """One pass in the native library; raises :class:`_Stuck`."""
+    run = NativePass(problem, policy, turn, limits)
+    verdict = run.place(lend, stop)
+    if verdict is Verdict.STUCK:
+        raise _Stuck
+    return run.placement() if verdict is Verdict.PLACED else None
+
+
+def _python(
+    problem: Problem, policy: Policy, turn: Sequence[int], limits: Limits, lend: Lend, stop: float
+) -> Placement | None:
+    """The same pass in Python."""
+    lender: Banker | Ticket | None = None
+    if lend is Lend.BANKER:
+        lender = Banker(problem, limits.memory)
+    elif lend is Lend.TICKET:
+        lender = Ticket(problem, limits.memory, turn)
+    return _Pass(problem, policy, turn, limits.in_flight, lender).run(stop)
 
 
 class _Stuck(Exception):
@@ -71,7 +91,7 @@ class _Pass:
         costs = problem.costs
         self.S, self.M = costs.num_stages, costs.num_micro_batches
         self.train = not problem.forward_only
-        self.duration = problem.durations()
+        self.duration: list[float] = problem.durations.tolist()
         self.rank = [0] * self.M  # position in the order of entry
         for position, micro_batch in enumerate(turn):
             self.rank[micro_batch] = position
@@ -107,7 +127,7 @@ class _Pass:
         M, S, route, rank = self.M, self.S, self.problem.route, self.rank
         events, touched, idle = self.events, self.touched, self.idle
         activation, split = self.problem.costs.activation, self.problem.split
-        tolerance = SIMULTANEOUS * sum(self.duration) / len(self.duration)
+        tolerance = self.problem.tolerance
         for micro_batch in range(M):
             self.ready(FORWARD, 0, micro_batch, route[0][micro_batch])
         now = 0.0
@@ -123,7 +143,7 @@ class _Pass:
                     return self.result()
                 if not isinstance(self.lender, Ticket):
                     raise _Stuck
-                self.force(now)
+                self.start_anyway(now)
                 continue
             horizon = events[0][0] + tolerance
             while events and events[0][0] <= horizon:
@@ -216,7 +236,7 @@ class _Pass:
                 self.lender.admit(device, stage, micro_batch)
         heappush(self.events, (now + seconds, code))
 
-    def force(self, now: float) -> None:
+    def start_anyway(self, now: float) -> None:
         """A device is too small for one micro-batch: start the first one, whatever it takes."""
         _, _, device, stage, heap = min(
             (heap[0], -stage, device, stage, heap)

@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+import numpy as np
 
 from megatron_flex.model.layers import LayerList
 from megatron_flex.planner.plan import Plan
@@ -23,8 +25,9 @@ from megatron_flex.schedule.placement import Placement, Problem
 from megatron_flex.schedule.policies.gpipe import GPIPE
 from megatron_flex.schedule.policies.one_f_one_b import ONE_F_ONE_B
 from megatron_flex.schedule.policies.policy import Limits, Policy, pipeline_memory
+from megatron_flex.schedule.policies.straight import is_even_straight
 from megatron_flex.schedule.policies.zero_bubble import ZB, ZB_H1, ZB_H2
-from megatron_flex.schedule.policies.zero_bubble_v import ZB_V
+from megatron_flex.schedule.policies.zero_bubble_v import ZB_V, is_v
 from megatron_flex.schedule.replay import ScheduleError, replay
 from megatron_flex.schedule.routing import Route, check_route, route
 from megatron_flex.schedule.timeline import Timeline, timeline
@@ -140,7 +143,7 @@ def search(
             best = Choice(rule, turn, name, placement, fits, tried)
         if best.fits and best.placement.makespan <= bound * (1 + enough):
             break
-    return best
+    return None if best is None else replace(best, tried=tried)
 
 
 def lower_bound(problem: Problem) -> float:
@@ -149,29 +152,23 @@ def lower_bound(problem: Problem) -> float:
     Every device waits for the first forward to reach it, then has its work to do; and every
     micro-batch must pass through all stages and back.
     """
-    costs, batches = problem.costs, range(problem.costs.num_micro_batches)
-    work = [0.0] * problem.num_devices
-    first = [math.inf] * problem.num_devices
-    chain = [0.0] * len(batches)
-    for stage, row in enumerate(problem.route):
-        forward, total = costs.forward[stage], costs.stage_work(stage)
-        for micro_batch, device in enumerate(row):
-            if stage and problem.route[stage - 1][micro_batch] != device:
-                chain[micro_batch] += costs.transfer[stage - 1][micro_batch]
-            work[device] += forward[micro_batch] if problem.forward_only else total[micro_batch]
-            first[device] = min(first[device], chain[micro_batch])
-            chain[micro_batch] += forward[micro_batch]
-    bound = max(w + f for w, f in zip(work, first, strict=True) if f < math.inf)
-    if problem.forward_only:
-        return max(bound, *chain)
-    for stage, row in enumerate(problem.route):
-        for micro_batch, device in enumerate(row):
-            chain[micro_batch] += costs.backward_input[stage][micro_batch]
-            if stage == 0 or not problem.split:
-                chain[micro_batch] += costs.backward_weight[stage][micro_batch]
-            if stage and problem.route[stage - 1][micro_batch] != device:
-                chain[micro_batch] += costs.transfer[stage - 1][micro_batch]
-    return max(bound, *chain)
+    tables, route = problem.costs.arrays, problem.route_array
+    stages, batches = route.shape
+    moved = np.zeros((stages, batches))  # seconds on the link into each stage
+    moved[1:] = np.where(route[1:] != route[:-1], tables["transfer"], 0.0)
+    work = problem.durations.reshape(-1, stages, batches).sum(axis=0)
+    arrival = np.cumsum(moved, axis=0)
+    arrival[1:] += np.cumsum(tables["forward"], axis=0)[:-1]
+    load = np.bincount(route.ravel(), weights=work.ravel(), minlength=problem.num_devices)
+    first = np.full(problem.num_devices, np.inf)
+    np.minimum.at(first, route.ravel(), arrival.ravel())
+    bound = float((load + first)[np.isfinite(first)].max())
+    chain = arrival[-1] + tables["forward"][-1]
+    if not problem.forward_only:
+        weight = tables["backward_weight"]
+        chain = chain + moved.sum(axis=0) + tables["backward_input"].sum(axis=0)
+        chain = chain + (weight[0] if problem.split else weight.sum(axis=0))
+    return max(bound, float(chain.max()))
 
 
 def build(
@@ -274,7 +271,7 @@ def _candidates(problem: Problem, tries: int) -> Iterator[tuple[Policy, str, tup
     pipeline = max(1, round(len(problem.plan.devices) / max(problem.plan.degrees)))
     given = tuple(range(problem.costs.num_micro_batches))
     found = [(ZB, name, turn) for name, turn in turns(problem.costs, pipeline)]
-    for rule in (ZB_V, ZB_H1):
-        if rule.order(problem, given) is not None:
+    for rule, fits in ((ZB_V, is_v(problem.plan)), (ZB_H1, is_even_straight(problem.plan))):
+        if fits:
             found.insert(min(4, len(found)), (rule, "given", given))
     yield from found[:tries]

@@ -9,6 +9,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
 
 from megatron_flex.planner.plan import Plan
 from megatron_flex.schedule.costs import OpCosts
@@ -50,24 +54,30 @@ class Problem:
             return (OpKind.FORWARD,)
         return tuple(OpKind) if self.split else (OpKind.FORWARD, OpKind.BACKWARD)
 
-    def durations(self) -> list[float]:
+    @cached_property
+    def route_array(self) -> NDArray[np.int64]:
+        """The routing, ``[stages, micro_batches]``."""
+        return np.array(self.route, dtype=np.int64)
+
+    @cached_property
+    def durations(self) -> NDArray[np.float64]:
         """Seconds of every operation, by its code."""
-        costs = self.costs
-        flat: list[float] = []
-        for row in costs.forward:
-            flat.extend(row)
+        tables = self.costs.arrays
+        forward, first, second = (
+            tables[name] for name in ("forward", "backward_input", "backward_weight")
+        )
         if self.forward_only:
-            return flat
-        for number, row in enumerate(costs.backward_input):
-            if self.split:
-                flat.extend(row)
-            else:
-                halves = zip(row, costs.backward_weight[number], strict=True)
-                flat.extend(a + b for a, b in halves)
-        if self.split:
-            for row in costs.backward_weight:
-                flat.extend(row)
-        return flat
+            return forward.ravel()
+        parts = [forward, first, second] if self.split else [forward, first + second]
+        return np.concatenate([part.ravel() for part in parts])
+
+    @cached_property
+    def tolerance(self) -> float:
+        """Seconds that rounding may come to: events that are closer happen at the same time.
+
+        So that rounding does not decide which of two ready operations a device takes.
+        """
+        return 1e-9 * float(self.durations.mean())
 
     def decode(self, code: int) -> tuple[OpKind, int, int]:
         """Kind, stage and micro-batch of an operation code."""

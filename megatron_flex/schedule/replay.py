@@ -12,6 +12,7 @@ from megatron_flex.schedule.instructions import (
     Instruction,
     Program,
 )
+from megatron_flex.schedule.native_engine import NativePass, available
 from megatron_flex.schedule.placement import OpKind, Placement, Problem, positions
 from megatron_flex.schedule.policies.policy import Orders
 from megatron_flex.schedule.routing import check_route
@@ -61,6 +62,11 @@ def replay(problem: Problem, orders: Orders) -> Placement:
 
     Raises :class:`ScheduleError` when an operation is missing, or the orders wait for each other.
     """
+    if available():
+        run = NativePass(problem, orders=orders)
+        if run.replay():
+            return run.placement(by_start=True)
+    # Without the library, or to say what is wrong with the orders.
     return _Replay(problem, orders).run()
 
 
@@ -68,7 +74,7 @@ class _Replay:
     def __init__(self, problem: Problem, orders: Orders) -> None:
         self.problem, self.orders = problem, orders
         self.M, self.S = problem.costs.num_micro_batches, problem.costs.num_stages
-        self.duration = problem.durations()
+        self.duration: list[float] = problem.durations.tolist()
         total = len(self.duration)
         self.start, self.finish = [0.0] * total, [0.0] * total
         self.input = [-1.0] * total  # arrival of what the operation needs; -1: not yet

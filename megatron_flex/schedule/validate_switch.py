@@ -31,9 +31,7 @@ class SwitchReplay:
             the plan, and those that join early.
     """
 
-    def __init__(
-        self, program: Program, layers: LayerList, stop: Callable[..., None]
-    ) -> None:
+    def __init__(self, program: Program, layers: LayerList, stop: Callable[..., None]) -> None:
         self._stop = stop
         self._layers = layers
         self._switches = program.next_plan is not None

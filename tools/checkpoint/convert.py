@@ -36,7 +36,7 @@ for folder in (ROOT, Path(__file__).resolve().parent):
     if str(folder) not in sys.path:
         sys.path.insert(0, str(folder))
 
-from megatron_flex.checkpoint.errors import CheckpointError
+from megatron_flex.checkpoint.errors import CheckpointError, describe
 
 #: Other names; the loader core knows Megatron-LM's two formats by itself.
 ALIASES = {
@@ -120,8 +120,8 @@ def main(given: Sequence[str] | None = None) -> int:
     """Run the command."""
     try:
         convert(*parse_arguments(given))
-    except CheckpointError as error:
-        print(f"convert: {error}", file=sys.stderr)
+    except (CheckpointError, OSError) as error:
+        print(f"convert: {describe(error)}", file=sys.stderr)
         return 1
     return 0
 

@@ -17,7 +17,7 @@ from megatron_flex.schedule.policies.policy import (
     backward_first,
     in_flight_caps,
 )
-from megatron_flex.schedule.policies.straight import is_straight, lagged_orders
+from megatron_flex.schedule.policies.straight import is_even_straight, lagged_orders
 
 
 def limits(problem: Problem) -> Limits:
@@ -28,7 +28,7 @@ def limits(problem: Problem) -> Limits:
 def order(problem: Problem, turn: Sequence[int]) -> Orders | None:
     """Stages - s warm-up forwards on stage s of an even straight pipeline."""
     stages = len(problem.plan.stages)
-    if not is_straight(problem) or len(set(problem.plan.degrees)) > 1:
+    if not is_even_straight(problem.plan):
         return None
     return lagged_orders(problem, turn, [stages - s for s in range(stages)], [0] * stages)
 

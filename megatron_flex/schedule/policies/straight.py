@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from megatron_flex.planner.plan import Plan
 from megatron_flex.schedule.placement import OpKind, Problem
 from megatron_flex.schedule.policies.policy import Orders
 
 
-def is_straight(problem: Problem) -> bool:
-    """Whether every device holds one stage."""
-    plan = problem.plan
-    return len(plan.devices) == sum(plan.degrees)
+def is_even_straight(plan: Plan) -> bool:
+    """Whether every device holds one stage, and all stages have the same degree."""
+    return len(plan.devices) == sum(plan.degrees) and len(set(plan.degrees)) == 1
 
 
 def lagged_orders(
@@ -26,14 +26,14 @@ def lagged_orders(
 
     ``lag`` only matters where the backward is split.
     """
-    encode, split = problem.encode, problem.split
+    split = problem.split
     orders: list[tuple[int, ...]] = [()] * problem.num_devices
     for stage, placed in enumerate(problem.plan.stages):
         for device in placed.group:
             own = [m for m in turn if problem.route[stage][m] == device]
-            forwards = [encode(OpKind.FORWARD, stage, m) for m in own]
-            backwards = [encode(OpKind.BACKWARD, stage, m) for m in own]
-            weights = [encode(OpKind.WEIGHT, stage, m) for m in own] if split else []
+            forwards = _codes(problem, OpKind.FORWARD, stage, own)
+            backwards = _codes(problem, OpKind.BACKWARD, stage, own)
+            weights = _codes(problem, OpKind.WEIGHT, stage, own) if split else []
             ahead = min(warm_up[stage], len(own))
             order = forwards[:ahead]
             for i, backward in enumerate(backwards):
@@ -45,3 +45,8 @@ def lagged_orders(
                 order.extend(weights[max(0, len(own) - lag[stage]) :])
             orders[device] = tuple(order)
     return tuple(orders)
+
+
+def _codes(problem: Problem, kind: OpKind, stage: int, own: list[int]) -> list[int]:
+    base = problem.encode(kind, stage, 0)
+    return [base + m for m in own]

@@ -18,7 +18,7 @@ from megatron_flex.schedule.policies.policy import (
     backward_first,
     pipeline_memory,
 )
-from megatron_flex.schedule.policies.straight import is_straight, lagged_orders
+from megatron_flex.schedule.policies.straight import is_even_straight, lagged_orders
 
 
 def one_pipeline(problem: Problem) -> Limits:
@@ -50,7 +50,7 @@ def h2_order(problem: Problem, turn: Sequence[int]) -> Orders | None:
 
 
 def _textbook(problem: Problem) -> bool:
-    return problem.split and is_straight(problem) and len(set(problem.plan.degrees)) == 1
+    return problem.split and is_even_straight(problem.plan)
 
 
 ZB_H1 = Policy("zb-h1", split=True, rank=backward_first, limits=one_pipeline, order=h1_order)

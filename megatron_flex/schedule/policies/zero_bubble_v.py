@@ -8,7 +8,9 @@ repeats (forward, input, weight) of both stages, and cools down with the input h
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from operator import length_hint
 
 from megatron_flex.planner.plan import Plan
 from megatron_flex.schedule.placement import OpKind, Problem
@@ -48,13 +50,18 @@ def _device_order(problem: Problem, own: list[int], number: int, half: int) -> t
     """Order of the ``number``-th device of ``half`` in a V."""
     down, up = number, 2 * half - 1 - number
     order: list[int] = []
-    done = dict.fromkeys(((k, s) for k in OpKind for s in (down, up)), 0)
+    left: dict[tuple[OpKind, int], Iterator[int]] = {}
+    for kind in OpKind:
+        for stage in (down, up):
+            base = problem.encode(kind, stage, 0)
+            left[kind, stage] = iter([base + m for m in own])
 
-    def put(*steps: tuple[OpKind, int]) -> None:
-        for kind, stage in steps:
-            if done[kind, stage] < len(own):
-                order.append(problem.encode(kind, stage, own[done[kind, stage]]))
-                done[kind, stage] += 1
+    def put(*steps: tuple[OpKind, int]) -> bool:
+        """The next micro-batch of each of these; whether there was any."""
+        before = len(order)
+        for step in steps:
+            order.extend(islice(left[step], 1))
+        return len(order) > before
 
     for _ in range(2 * (half - number) - 1):
         put((FORWARD, down))
@@ -62,14 +69,18 @@ def _device_order(problem: Problem, own: list[int], number: int, half: int) -> t
         put((FORWARD, up), (FORWARD, down))
     for _ in range(half - number):
         put((FORWARD, up), (INPUT, up), (WEIGHT, up))
-    while done[FORWARD, up] < len(own) or done[FORWARD, down] < len(own):
-        put((FORWARD, down), (INPUT, down), (WEIGHT, down))
-        put((FORWARD, up), (INPUT, up), (WEIGHT, up))
+    forwards = 2 * len(own) - sum(map(length_hint, (left[FORWARD, down], left[FORWARD, up])))
+    while forwards < 2 * len(own):
+        forwards += put((FORWARD, down))
+        put((INPUT, down), (WEIGHT, down))
+        forwards += put((FORWARD, up))
+        put((INPUT, up), (WEIGHT, up))
     for _ in range(number):
         put((INPUT, down), (INPUT, up))
     for _ in range(half - number):
         put((INPUT, down), (WEIGHT, down))
-    put(*((WEIGHT, up),) * len(own), *((WEIGHT, down),) * len(own))
+    for step in ((WEIGHT, up), (WEIGHT, down)):
+        order.extend(left[step])
     return tuple(order)
 
 

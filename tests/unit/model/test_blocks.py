@@ -10,7 +10,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from megatron_flex.data.packed import PackedBatch
-from megatron_flex.model.blocks import Block, HeadBlock, build_block, decays
+from megatron_flex.model.blocks import Block, HeadBlock, build_block, build_shell, decays
 from megatron_flex.model.config import ModelConfig, loss_names
 from megatron_flex.model.layers import Kind
 from tests.unit.model.support import (
@@ -271,7 +271,12 @@ def test_two_halves_equal_megatron_cores_whole_layer_bit_for_bit() -> None:
     )
 
     from megatron_flex.model.context import context_of
-    from megatron_flex.model.megatron import ModuleSpec, process_groups, transformer_config
+    from megatron_flex.model.megatron import (
+        ModuleSpec,
+        ProcessGroupCollection,
+        SoloGroup,
+        transformer_config,
+    )
 
     class PlainAdd(torch.nn.Module):
         def forward(self, training: bool, fused: bool) -> Any:
@@ -291,7 +296,7 @@ def test_two_halves_equal_megatron_cores_whole_layer_bit_for_bit() -> None:
             mlp=mlp.mlp,
             mlp_bda=ModuleSpec(PlainAdd),
         ),
-        pg_collection=process_groups(),
+        pg_collection=ProcessGroupCollection(tp=SoloGroup(), cp=SoloGroup(), pp=SoloGroup()),
     )
     ours = {n.removeprefix("decoder.layers.0."): p for n, p in named_parameters(halves).items()}
     with torch.no_grad():
@@ -320,6 +325,21 @@ def test_contradictory_shapes_are_refused(changes: dict[str, Any], message: str)
         make_config(**changes)
 
 
+def test_norms_that_transformer_engine_fuses_keep_megatrons_plain_names() -> None:
+    from megatron_flex.model.megatron import plain_name
+
+    assert plain_name("self_attention.linear_qkv.layer_norm_weight") == "input_layernorm.weight"
+    assert plain_name("mlp.linear_fc1.layer_norm_bias") == "pre_mlp_layernorm.bias"
+    assert plain_name("mlp.linear_fc1.weight") == "mlp.linear_fc1.weight"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="Transformer Engine may be installed")
+def test_transformer_engine_where_it_is_missing_is_a_clear_error() -> None:
+    config = make_config()
+    with pytest.raises(ImportError, match="--transformer-impl local"):
+        build_block(config.layers.units[1], config, transformer_engine=True)
+
+
 def test_the_head_names_its_losses() -> None:
     assert loss_names(make_config()) == ("lm loss",)
     assert loss_names(make_bert()) == ("lm loss", "sop loss")
@@ -335,3 +355,16 @@ def test_a_missing_input_is_named(kind: Kind) -> None:
     hidden = torch.zeros(3, 1, 32) if kind is Kind.HEAD else None
     with pytest.raises(ValueError, match="needs the"):
         block(hidden, bare)
+
+
+def test_a_shell_computes_once_its_parameters_are_bound() -> None:
+    config = make_config(position_embedding_type="rope", swiglu=True)
+    batch = make_batch((5, 9), config)
+    blocks = build_model(config)
+    shells = [build_shell(unit, config) for unit in config.layers.units]
+    assert all(p.device.type == "meta" for shell in shells for p in shell.parameters())
+    for block, shell in zip(blocks, shells, strict=True):
+        for parameters in block.slab_parameters().values():
+            for name, parameter in parameters.items():
+                shell.bind(name, parameter)
+    assert torch.equal(run(shells, batch), run(blocks, batch))

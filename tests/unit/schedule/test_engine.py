@@ -41,14 +41,14 @@ def test_every_operation_runs_once_on_its_device_one_at_a_time(case: Case) -> No
     placed = place(case)
     problem = placed.problem
     seen = sorted(code for order in placed.order for code in order)
-    assert seen == list(range(len(problem.durations())))
+    assert seen == list(range(len(problem.durations)))
     for device, order in enumerate(placed.order):
         now = 0.0
         for code in order:
             _, stage, micro_batch = problem.decode(code)
             assert problem.route[stage][micro_batch] == device
             assert placed.start[code] >= now - CLOSE
-            assert placed.finish[code] == placed.start[code] + problem.durations()[code]
+            assert placed.finish[code] == placed.start[code] + problem.durations[code]
             now = placed.finish[code]
     assert placed.makespan == max(placed.finish)
 

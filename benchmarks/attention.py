@@ -1,0 +1,189 @@
+#!/usr/bin/env python3
+"""Variable-length attention on the CPU: our kernel against the ways that PyTorch offers.
+
+    python benchmarks/attention.py [--tokens 2048] [--heads 4] [--head-size 64] [--repeats 9]
+
+Forward and backward of one layer's attention over packed samples, in milliseconds (medians of
+interleaved repeats), for several mixtures of lengths:
+
+- `native`: one call for all samples (`kernels/src/attention.cpp`); with attention dropout too.
+- `per sample`: PyTorch's flash kernel, one call a sample.
+- `grouped`: PyTorch's flash kernel, one call for all samples of equal length.
+- `block-diagonal`: samples of under 64 tokens merged into calls of at most 256 with a mask.
+- `padded`: one call over the batch padded to its longest sample.
+
+PyTorch's dropout inside attention keeps the full score matrix on the CPU; it is not compared.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+if str(ROOT) not in sys.path:
+    sys.path.insert(0, str(ROOT))
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention as sdpa
+
+from megatron_flex.data.packed import PackedBatch
+from megatron_flex.model import attention_cpu
+from megatron_flex.model.attention_cuda import attend_per_sample
+from megatron_flex.model.attention_options import AttentionOptions
+from megatron_flex.model.config import ModelConfig
+from megatron_flex.model.context import PackedContext, context_of
+
+SMALL, MERGED = 64, 256
+# (weight, median tokens, sigma of the logarithm): FLANv2's lengths, four lognormals.
+FLAN = ((0.381, 152, 0.532), (0.501, 280, 0.919), (0.111, 946, 0.205), (0.007, 1418, 1.255))
+
+
+def mixture(tokens: int, seed: int) -> list[int]:
+    """Lengths drawn from FLANv2's distribution that add up to ``tokens``."""
+    generator, lengths = np.random.default_rng(seed), []
+    weights = np.array([w for w, _, _ in FLAN])
+    while sum(lengths) < tokens:
+        _, median, sigma = FLAN[generator.choice(len(FLAN), p=weights / weights.sum())]
+        lengths.append(max(1, int(median * np.exp(sigma * generator.standard_normal()))))
+    lengths[-1] -= sum(lengths) - tokens
+    return lengths
+
+
+def equal(tokens: int, length: int) -> list[int]:
+    """Samples of one length; the last takes what is left."""
+    lengths = [length] * (tokens // length)
+    return lengths + ([tokens % length] if tokens % length else [])
+
+
+class Forms:
+    """The compared ways; each maps (query, key, value), ``[T, heads, d]``, to ``[T, heads, d]``."""
+
+    def __init__(self, context: PackedContext, depth: int) -> None:
+        self.context = context
+        self.options = AttentionOptions(0, True, depth**-0.5, 0.0, False)
+        self.dropping = AttentionOptions(0, True, depth**-0.5, 0.1, False)
+        rows = [
+            torch.arange(a, b) for a, b in zip(context.offsets, context.offsets[1:], strict=False)
+        ]
+        by_length: dict[int, list[Tensor]] = {}
+        for r in rows:
+            by_length.setdefault(len(r), []).append(r)
+        self.groups = [torch.stack(group) for group in by_length.values()]
+        self.merged: list[tuple[Tensor, Tensor | None]] = []
+        waiting: list[Tensor] = []
+        for r in [*sorted(rows, key=len), None]:
+            full = r is None or len(r) >= SMALL or sum(map(len, waiting)) + len(r) > MERGED
+            if waiting and full:
+                owner = torch.cat([torch.full((len(w),), i) for i, w in enumerate(waiting)])
+                same = (owner[:, None] == owner).tril()
+                mask = torch.zeros(same.shape).masked_fill(~same, -torch.inf)
+                self.merged.append((torch.cat(waiting), mask))
+                waiting = []
+            if r is not None:
+                if len(r) >= SMALL:
+                    self.merged.append((r, None))
+                else:
+                    waiting.append(r)
+        longest = max(context.lengths)
+        place = torch.full((len(rows), longest), -1)
+        for i, r in enumerate(rows):
+            place[i, : len(r)] = r
+        self.place, self.filled = place.clamp(min=0), place >= 0
+
+    def native(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Ours."""
+        return attention_cpu.attend(q, k, v, self.context, self.options)
+
+    def native_dropout(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Ours with attention dropout 0.1."""
+        return attention_cpu.attend(q, k, v, self.context, self.dropping)
+
+    def per_sample(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """One call a sample."""
+        return attend_per_sample(q, k, v, self.context, self.options)
+
+    def grouped(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """One call for each length."""
+        out = torch.empty_like(q)
+        for rows in self.groups:
+            parts = (t[rows].transpose(1, 2) for t in (q, k, v))
+            out = out.index_put((rows,), sdpa(*parts, is_causal=True).transpose(1, 2))
+        return out
+
+    def block_diagonal(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Small samples share a call."""
+        out = torch.empty_like(q)
+        for rows, mask in self.merged:
+            parts = (t[rows].transpose(0, 1)[None] for t in (q, k, v))
+            result = sdpa(*parts, attn_mask=mask, is_causal=mask is None)
+            out = out.index_put((rows,), result[0].transpose(0, 1))
+        return out
+
+    def padded(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """One call over all samples, padded. Later keys are hidden by causality."""
+        parts = (t[self.place].transpose(1, 2) for t in (q, k, v))
+        return sdpa(*parts, is_causal=True).transpose(1, 2)[self.filled]
+
+
+def main() -> None:
+    """Measure and print a table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser.add_argument("--tokens", type=int, default=2048)
+    parser.add_argument("--heads", type=int, default=4)
+    parser.add_argument("--head-size", type=int, default=64)
+    parser.add_argument("--repeats", type=int, default=9)
+    arguments = parser.parse_args()
+    tokens, heads, depth = arguments.tokens, arguments.heads, arguments.head_size
+    config = ModelConfig(
+        num_layers=1, hidden_size=heads * depth, num_attention_heads=heads, vocab_size=2,
+        padded_vocab_size=2, max_position_embeddings=1, ffn_hidden_size=1, kv_channels=depth,
+        num_query_groups=heads,
+    )  # fmt: skip
+    mixtures = {
+        "FLANv2 mixture": mixture(tokens, seed=0),
+        "all of 20 tokens": equal(tokens, 20),
+        "all of 64 tokens": equal(tokens, 64),
+        "all of 256 tokens": equal(tokens, 256),
+        "one sample": [tokens],
+    }
+    print(f"{tokens} tokens, {heads} heads of {depth}, {torch.get_num_threads()} threads, ms")
+    names = ("native", "native_dropout", "per_sample", "grouped", "block_diagonal", "padded")
+    print(f"{'lengths':20s}" + "".join(f"{n.replace('_', ' '):>16s}" for n in names))
+    for label, lengths in mixtures.items():
+        batch = PackedBatch(tuple(lengths), tuple(range(len(lengths))), (0,) * len(lengths))
+        forms = Forms(context_of(batch, config, torch.device("cpu")), depth)
+        mixed = torch.randn(tokens, 3 * heads * depth, requires_grad=True)
+        grad = torch.randn(tokens, heads, depth)
+
+        def run(
+            form: Callable[[Tensor, Tensor, Tensor], Tensor], mixed: Tensor, grad: Tensor
+        ) -> Tensor:
+            q, k, v = (t.unflatten(1, (heads, depth)) for t in mixed.chunk(3, dim=1))
+            out = form(q, k, v)
+            torch.autograd.grad(out, mixed, grad)
+            return out.detach()
+
+        results = {}
+        times: dict[str, list[float]] = {name: [] for name in names}
+        for repeat in range(arguments.repeats + 1):
+            for name in names:
+                start = time.perf_counter()
+                results[name] = run(getattr(forms, name), mixed, grad)
+                if repeat:
+                    times[name].append(1e3 * (time.perf_counter() - start))
+        for name in names:
+            if name != "native_dropout":
+                torch.testing.assert_close(results[name], results["native"], rtol=1e-4, atol=1e-4)
+        medians = "".join(f"{statistics.median(times[n]):16.2f}" for n in names)
+        print(f"{label:20s}{medians}")
+
+
+if __name__ == "__main__":
+    main()

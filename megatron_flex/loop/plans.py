@@ -1,0 +1,128 @@
+"""Which plan each iteration runs on. The plan of iteration k+1 is known before k begins."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+from megatron_flex.config.config import Config
+from megatron_flex.model.config import ModelConfig
+from megatron_flex.planner.plan import Plan, PlanError
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A plan and why it was chosen.
+
+    Attributes:
+        plan: the plan.
+        action: the paper's trigger ``1`` keep, ``2`` optimise memory, ``3`` grow, ``4`` shrink;
+            empty where nobody decided.
+        reason: in words.
+        seconds: predicted time of an iteration on it, if it was predicted.
+    """
+
+    plan: Plan
+    action: str = ""
+    reason: str = ""
+    seconds: float | None = None
+
+
+class Plans(Protocol):
+    """Where plans come from. Equal answers on every worker."""
+
+    def at(self, iteration: int) -> Choice:
+        """The plan that iteration ``iteration`` (from 0) runs on.
+
+        Asked for the first iteration of a run, then in order for each that follows; collective.
+        """
+
+    def close(self) -> None:
+        """End what works in the background."""
+
+
+@dataclass
+class StaticPlan:
+    """One plan for the whole run."""
+
+    plan: Plan
+
+    def at(self, iteration: int) -> Choice:
+        """The plan."""
+        return Choice(self.plan)
+
+    def close(self) -> None:
+        """Nothing to end."""
+
+
+@dataclass
+class ScriptedPlans:
+    """A plan for each iteration, from a file; the last one stays."""
+
+    plans: list[Plan] = field(default_factory=list)
+
+    def at(self, iteration: int) -> Choice:
+        """The plan in line ``iteration``."""
+        plan = self.plans[min(iteration, len(self.plans) - 1)]
+        return Choice(plan, reason="scripted")
+
+    def close(self) -> None:
+        """Nothing to end."""
+
+
+def read_plans(path: str, num_units: int, num_devices: int) -> list[Plan]:
+    """The plans of a ``--flexpipe-plans`` file; raises ``PlanError`` naming the line."""
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise PlanError(f"--flexpipe-plans {path} cannot be read: {error}") from error
+    plans = []
+    for number, line in enumerate(text.splitlines(), 1):
+        words = line.partition("#")[0].strip()
+        if not words:
+            continue
+        try:
+            plan = Plan.parse(words)
+            plan.check(num_units, num_devices)
+        except PlanError as error:
+            raise PlanError(f"--flexpipe-plans {path}, line {number}: {error}") from None
+        plans.append(plan)
+    if not plans:
+        raise PlanError(f"--flexpipe-plans {path} has no plans")
+    return plans
+
+
+class Recording:
+    """Writes the plan of every iteration, one a line, with its reason as a comment.
+
+    A run that resumes at iteration k keeps the first k lines.
+    """
+
+    def __init__(self, path: str, iteration: int) -> None:
+        self._path = Path(path)
+        kept: list[str] = []
+        if self._path.exists():
+            kept = self._path.read_text(encoding="utf-8").splitlines()[:iteration]
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = self._path.with_name(f".{self._path.name}.new")
+        temporary.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
+        temporary.replace(self._path)
+
+    def add(self, iteration: int, choice: Choice) -> None:
+        """Append the plan of ``iteration``."""
+        notes = [f"iteration {iteration + 1}"]
+        if choice.action:
+            notes.append(f"action {choice.action}")
+        if choice.reason:
+            notes.append(" ".join(choice.reason.split()))
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(f"{choice.plan}  # {'; '.join(notes)}\n")
+
+
+def open_plans(config: Config, model: ModelConfig, static: Plan) -> Plans:
+    """The source of plans that the flags ask for; ``static`` is the static plan's."""
+    path = config.flexpipe.flexpipe_plans
+    if path is not None:
+        return ScriptedPlans(read_plans(path, model.layers.num_units, config.world_size))
+    return StaticPlan(static)

@@ -1,0 +1,178 @@
+"""A plan's iteration as the schedule would run it: op costs, simulated time, bytes per device.
+
+The searches rank by the closed form of :mod:`cost`; the final choice among the best few, and what
+the log predicts, is the schedule's own simulation with these costs.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron_flex.planner.build import MESSAGE_BUFFERS, Batch, ModelCosts
+from megatron_flex.planner.plan import Plan, PlanError
+from megatron_flex.planner.tables import Array
+from megatron_flex.schedule.costs import OpCosts
+from megatron_flex.schedule.list_scheduler import policy, search, simulate
+from megatron_flex.schedule.placement import Placement
+from megatron_flex.schedule.slabs import slab_holders, slab_stages
+from megatron_flex.schedule.timeline import timeline
+
+SEARCHED = "zb"
+"""Name of the schedule that is chosen among several rules and orders by simulation."""
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What one iteration of a plan takes.
+
+    Attributes:
+        seconds: the whole iteration, with reductions, the global norm and the update.
+        bubble: mean part of the time in which a device that holds a stage waits.
+        device_bytes: peak bytes on each device of the world, 0 where it is idle.
+        placement: every operation with its time.
+    """
+
+    seconds: float
+    bubble: float
+    device_bytes: tuple[float, ...]
+    placement: Placement
+
+    @property
+    def peak(self) -> float:
+        """Bytes of the fullest device."""
+        return max(self.device_bytes)
+
+
+def op_costs(costs: ModelCosts, plan: Plan, batch: Batch) -> OpCosts:
+    """Costs of every operation. ``costs`` must have single units as elements.
+
+    A recomputed unit runs its forward again at the beginning of its backward, and keeps its input
+    only. Offloaded activations leave the device after their forward: they count as kept input,
+    which the prefetched ones replace. Transfers take the slower link where replicas of two stages
+    meet across servers.
+    """
+    if costs.num_elements != costs.layers.num_units:
+        raise ValueError("operations are priced by unit: give the costs of single units")
+    plan.check(costs.layers.num_units, costs.cluster.world_size)
+    basis = np.stack([np.ones_like(batch.tokens), batch.tokens, batch.squares])
+    o = plan.o_plan
+    again = np.zeros(costs.num_elements)
+    again[list(o.recompute)] = 1.0
+    kept = np.array(costs.activation)
+    for unit in (*o.recompute, *o.activations):
+        kept[unit] = min(kept[unit], costs.profile.boundary)
+    forward, inputs, weights, held = [], [], [], []
+    for stage in plan.stages:
+        units = slice(stage.start, stage.stop)
+        repeated = (costs.forward[:, units] * again[units]).sum(axis=1) @ basis
+        forward.append(_row(costs.forward[:, units].sum(axis=1) @ basis))
+        inputs.append(_row(costs.backward_input[:, units].sum(axis=1) @ basis + repeated))
+        weights.append(_row(costs.backward_weight[:, units].sum(axis=1) @ basis))
+        held.append(_row(kept[units].sum() * batch.tokens))
+    transfer = []
+    for one, other in zip(plan.stages, plan.stages[1:], strict=False):
+        inside = len({costs.cluster.server_of(d) for d in (*one.group, *other.group)}) == 1
+        link = costs.intra if inside else costs.cluster.inter
+        size = costs.profile.boundary * batch.tokens
+        transfer.append(_row(link.latency + size / link.bytes_per_second))
+    reduce, update = slab_seconds(costs, plan)
+    return OpCosts(
+        tuple(forward), tuple(inputs), tuple(weights), tuple(transfer), tuple(held), reduce, update
+    )
+
+
+def _row(values: Array) -> tuple[float, ...]:
+    return tuple(values.tolist())
+
+
+def slab_seconds(costs: ModelCosts, plan: Plan) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Seconds of each slab's gradient reduction (a ring over its holders) and of its update."""
+    layers = costs.layers
+    holders = slab_holders(plan, layers)
+    reduce, update = [], []
+    for slab, group in enumerate(holders):
+        degree = len(group)
+        inside = len({costs.cluster.server_of(d) for d in group}) == 1
+        link = costs.intra if inside else costs.cluster.inter
+        turns = 2 * (degree - 1)
+        size = costs.slab_gradients(slab)
+        reduce.append(turns * (link.latency + size / degree / link.bytes_per_second))
+        seconds = costs.slab_update(slab)
+        update.append(seconds / degree if costs.options.shard_optimizer else seconds)
+    return tuple(reduce), tuple(update)
+
+
+def static_bytes(costs: ModelCosts, plan: Plan, batch: Batch) -> list[float]:
+    """Bytes on each device of the world besides activations in flight; 0 where it is idle.
+
+    Parameters, gradients, optimizer state (of offloaded units: none), buffers, and the transient
+    memory of the largest unit at the largest micro-batch.
+    """
+    layers = costs.layers
+    world = [0.0] * costs.cluster.world_size
+    offloaded = set(plan.o_plan.optimizer)
+    for slab, stages in enumerate(slab_stages(plan, layers)):
+        state = costs.slab_state(slab)
+        devices = {d for s in stages for d in plan.stages[s].group}
+        optimizer = 0.0 if slab in offloaded else float(state.optimizer)
+        if costs.options.shard_optimizer:
+            optimizer /= len(devices)
+        for device in devices:
+            world[device] += state.parameters + state.gradients + optimizer
+    most = float(batch.tokens.max())
+    for device in plan.devices:
+        held = (plan.stages[s] for s in plan.stages_of(device))
+        transient = max(float(costs.transient[s.start : s.stop].max()) for s in held)
+        world[device] += (transient + MESSAGE_BUFFERS * costs.profile.boundary) * most
+    return world
+
+
+def activation_room(costs: ModelCosts, plan: Plan, batch: Batch) -> list[float]:
+    """Bytes of activations that each device of the world may hold; negative: none fit."""
+    return [costs.budget - size for size in static_bytes(costs, plan, batch)]
+
+
+def predict(
+    costs: ModelCosts,
+    plan: Plan,
+    batch: Batch,
+    *,
+    stop: float = math.inf,
+    tries: int = 4,
+) -> Prediction | None:
+    """Simulate one iteration; ``None`` when it takes longer than ``stop`` seconds.
+
+    Activations in flight are held within :func:`activation_room`; execute the plan with the same
+    limit, or its memory is another.
+
+    Raises :class:`PlanError` when state alone is more than a device's budget.
+    """
+    op = op_costs(costs, plan, batch)
+    fixed = static_bytes(costs, plan, batch)
+    room = activation_room(costs, plan, batch)
+    short = min(room[d] for d in plan.devices)
+    if short < 0:
+        device = min(plan.devices, key=lambda d: room[d])
+        raise PlanError(
+            f"device {device} needs {fixed[device]:.0f} bytes before any activation and may use"
+            f" {costs.budget:.0f}: {-short:.0f} bytes too few for the plan '{plan}'"
+        )
+    if costs.options.schedule == SEARCHED:
+        choice = search(plan, op, memory=room, tries=tries, stop=stop)
+        if choice is None:
+            return None
+        placement = choice.placement
+    else:
+        placement = simulate(plan, op, policy(costs.options.schedule), memory=room)
+    line = timeline(placement, costs.layers)
+    if line.makespan > stop:
+        return None
+    size = tuple(
+        fixed[d] + (placement.peak[d] if d < len(placement.peak) else 0.0)
+        for d in range(costs.cluster.world_size)
+    )
+    bubbles = [line.bubble(d) for d in plan.devices]
+    return Prediction(line.makespan, sum(bubbles) / len(bubbles), size, placement)

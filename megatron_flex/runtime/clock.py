@@ -1,0 +1,91 @@
+"""When each instruction of an iteration ran on this device: for bubbles, stalls and traces."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+import torch
+
+from megatron_flex.schedule.instructions import Compute, Forward, Instruction, UpdateOrSkip
+
+
+@dataclass(frozen=True)
+class Span:
+    """One instruction, in seconds of the machine's monotonic clock (the same for all workers of a
+    server)."""
+
+    instruction: Instruction
+    start: float
+    stop: float
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One device's times in an iteration, in seconds.
+
+    Attributes:
+        gap: from the last update (or norm) of the iteration before to the first operation of this
+            one; 0 for a device without work in either.
+        busy: computing (forward and backward, with waits for state that arrives late).
+        elapsed: from the first instruction to the global norm.
+    """
+
+    gap: float
+    busy: float
+    elapsed: float
+
+
+@dataclass
+class Clock:
+    """Times of one worker. On CUDA host times say nothing, so compute is timed by events there."""
+
+    device: torch.device
+    trace: bool = False
+    spans: list[Span] = field(default_factory=list)
+    _ended: float | None = None
+    _began: float = 0.0
+    _first: float | None = None
+    _busy: float = 0.0
+    _events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = field(default_factory=list)
+    _open: torch.cuda.Event | None = None
+
+    def begin(self) -> None:
+        """An iteration begins."""
+        self._began = time.perf_counter()
+        self._first = None
+        self._busy = 0.0
+        self._events.clear()
+
+    def start(self, instruction: Instruction) -> float:
+        """An instruction starts; give the result to :meth:`stop`."""
+        if isinstance(instruction, Compute) and self.device.type == "cuda":
+            self._open = torch.cuda.Event(enable_timing=True)
+            self._open.record()
+        return time.perf_counter()
+
+    def stop(self, instruction: Instruction, started: float) -> None:
+        """The instruction that started at ``started`` is done."""
+        now = time.perf_counter()
+        if isinstance(instruction, Compute):
+            if self._first is None and isinstance(instruction, Forward):
+                self._first = started
+            if self._open is not None:
+                end = torch.cuda.Event(enable_timing=True)
+                end.record()
+                self._events.append((self._open, end))
+                self._open = None
+            else:
+                self._busy += now - started
+        elif isinstance(instruction, UpdateOrSkip):
+            self._ended = now
+        if self.trace:
+            self.spans.append(Span(instruction, started, now))
+
+    def measured(self) -> Measured:
+        """Times so far in this iteration; on CUDA only after a synchronisation."""
+        busy = self._busy + sum(a.elapsed_time(b) for a, b in self._events) / 1000.0
+        gap = 0.0
+        if self._first is not None and self._ended is not None:
+            gap = max(0.0, self._first - self._ended)
+        return Measured(gap, busy, time.perf_counter() - self._began)

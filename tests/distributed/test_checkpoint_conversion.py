@@ -1,0 +1,103 @@
+"""Converted checkpoints loaded by megatron-core's GPTModel, cut over four processes."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+
+from megatron_flex.checkpoint.conversion.legacy import write_legacy
+from megatron_flex.checkpoint.conversion.torch_dist import write_torch_dist
+from megatron_flex.checkpoint.conversion.weights import Weights
+from megatron_flex.model.config import ModelConfig
+from megatron_flex.model.megatron import transformer_config
+from tests.distributed.pool import WorkerPool
+from tests.unit.checkpoint.test_conversion import GPT, random_weights
+
+
+def _model(config: ModelConfig) -> Any:
+    """This rank's part of a GPTModel under tensor parallelism 2, pipeline parallelism 2."""
+    from megatron.core import parallel_state
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.models.gpt.gpt_model import GPTModel
+
+    from tests.unit.model.reference import DenseAttention
+
+    parallel_state.initialize_model_parallel(2, 2)
+    spec = get_gpt_layer_local_spec(normalization=config.normalization)
+    spec.submodules.self_attention.submodules.core_attention = DenseAttention
+    return GPTModel(
+        dataclasses.replace(
+            transformer_config(config),
+            tensor_model_parallel_size=2,
+            pipeline_model_parallel_size=2,
+            pipeline_dtype=torch.float32,
+        ),
+        spec,
+        vocab_size=config.padded_vocab_size,
+        max_sequence_length=config.max_position_embeddings,
+        pre_process=parallel_state.is_pipeline_first_stage(),
+        post_process=parallel_state.is_pipeline_last_stage(),
+        share_embeddings_and_output_weights=config.layers.tied,
+        position_embedding_type=config.position_embedding_type,
+    )
+
+
+def _load_both(rank_files: str, distributed: str, config: ModelConfig) -> dict[str, torch.Tensor]:
+    """Load this rank's file and the distributed checkpoint; both must give the same weights."""
+    from megatron.core import dist_checkpointing, parallel_state
+
+    with (
+        mock.patch.object(torch.cuda, "current_device", return_value="cpu"),
+        mock.patch.object(torch.Tensor, "cuda", lambda self: self),
+    ):
+        model = _model(config)
+        tensor = parallel_state.get_tensor_model_parallel_rank()
+        stage = parallel_state.get_pipeline_model_parallel_rank()
+        path = Path(rank_files) / f"mp_rank_{tensor:02d}_{stage:03d}" / "model_optim_rng.pt"
+        content = torch.load(path, weights_only=False)
+        assert content["args"].tensor_model_parallel_size == 2
+        model.load_state_dict(content["model"], strict=True)
+        first = {name: p.detach().clone() for name, p in model.named_parameters()}
+        for parameter in model.parameters():
+            parameter.data.zero_()
+        loaded = dist_checkpointing.load({"model": model.sharded_state_dict()}, distributed)
+        model.load_state_dict(loaded["model"], strict=True)
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, first[name]), (dist.get_rank(), name)
+    assert any(parameter.any() for parameter in model.parameters())
+    return first
+
+
+def _paths(weights: Weights, directory: Path) -> tuple[str, str]:
+    rank_files = write_legacy(
+        directory / "ranks",
+        weights,
+        tensor_parallel_size=2,
+        pipeline_parallel_size=2,
+        transformer_engine=False,
+    )
+    return str(rank_files), str(write_torch_dist(directory / "distributed", weights))
+
+
+def test_megatron_core_loads_both_formats_cut_two_by_two(
+    workers: WorkerPool, tmp_path: Path
+) -> None:
+    for tied in (True, False):
+        config = dataclasses.replace(GPT, untie_embeddings_and_output_weights=not tied)
+        weights = random_weights(config)
+        parts = workers.run(4, _load_both, *_paths(weights, tmp_path / str(tied)), config)
+        embedding = weights.tensors["embedding.word_embeddings.weight"]
+        output = embedding if tied else weights.tensors["output_layer.weight"]
+        # Ranks 0 and 1 are the first stage, 2 and 3 the last.
+        for rank, half in enumerate(embedding.chunk(2)):
+            assert torch.equal(parts[rank]["embedding.word_embeddings.weight"], half)
+        for rank, half in enumerate(output.chunk(2)):
+            assert torch.equal(parts[2 + rank]["output_layer.weight"], half)
+        third = weights.tensors["decoder.layers.2.mlp.linear_fc2.weight"]
+        whole = [parts[rank]["decoder.layers.0.mlp.linear_fc2.weight"] for rank in (2, 3)]
+        assert torch.equal(torch.cat(whole, 1), third)

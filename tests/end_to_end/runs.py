@@ -1,0 +1,156 @@
+"""Whole runs through the training loop, on the workers of the pool: flags in, history out."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from megatron_flex.arguments import parse
+from megatron_flex.config.config import Architecture
+from megatron_flex.loop.assemble import assemble
+from megatron_flex.runtime.world import World
+from megatron_flex.telemetry.record import IterationRecord, ValidationRecord
+from megatron_flex.training import Trainer
+from tests.distributed.pool import WorkerPool
+from tests.unit.data.files import write_flat
+
+VOCABULARY = 90
+
+MODEL = shlex.split(
+    "--num-layers 3 --hidden-size 32 --ffn-hidden-size 64 --num-attention-heads 4 --seq-length 64"
+    f" --tokenizer-type NullTokenizer --vocab-size {VOCABULARY} --make-vocab-size-divisible-by 32"
+    # The gradient of the key's bias is zero in theory and noise in practice: see jobs.ADAM_EPS.
+    " --adam-eps 1e-6 --distributed-backend gloo --num-workers 0"
+)
+"""A model of 8 units, with Megatron's default dropout."""
+
+TRAINING = shlex.split(
+    "--micro-batch-tokens 50 --global-batch-size 8 --lr 3e-3 --min-lr 1e-4 --lr-decay-style cosine"
+    " --lr-warmup-iters 2 --weight-decay 0.1 --log-interval 1"
+)
+
+
+@dataclass
+class History:
+    """What a run recorded; stands in for the recorder and keeps everything."""
+
+    iterations: list[IterationRecord] = field(default_factory=list)
+    validations: list[ValidationRecord] = field(default_factory=list)
+
+    def iteration(self, record: IterationRecord) -> None:
+        """Keep an iteration."""
+        self.iterations.append(record)
+
+    def validation(self, record: ValidationRecord) -> None:
+        """Keep a validation."""
+        self.validations.append(record)
+
+    def close(self) -> None:
+        """Nothing is pending."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """One worker's account of a run: its history (equal on all workers), and its own state."""
+
+    history: History
+    state: dict[str, torch.Tensor]
+    updates: int
+    schedule: dict[str, Any]
+    progress: dict[str, Any]
+    printed: tuple[str, ...]
+
+    @property
+    def losses(self) -> list[tuple[float, ...]]:
+        """Losses of each iteration."""
+        return [tuple(r.losses.values()) for r in self.history.iterations]
+
+    @property
+    def norms(self) -> list[float | None]:
+        """Gradient norm of each iteration."""
+        return [r.grad_norm for r in self.history.iterations]
+
+
+def train(argv: Sequence[str], architecture: Architecture = "gpt") -> Run:
+    """What ``pretrain`` does, on this worker of the pool."""
+    world = World.create(torch.device("cpu"), timedelta(seconds=60))
+    config = parse(argv, architecture=architecture, world_size=dist.get_world_size())
+    trainer = Trainer(config, world, assemble(config))
+    printed: list[str] = []
+    trainer._say = printed.append  # type: ignore[method-assign, assignment]
+    history = History()
+    with closing(trainer.recorder):
+        trainer.recorder = history  # type: ignore[assignment]
+        trainer.run()
+    return Run(
+        history,
+        {k: v.clone() for k, v in trainer.holdings.named_state(owned=True).items()},
+        trainer.holdings.updates,
+        trainer.schedule.state_dict(),
+        trainer.progress.values(),
+        tuple(printed),
+    )
+
+
+def run(
+    workers: WorkerPool,
+    size: int,
+    argv: Sequence[str],
+    architecture: Architecture = "gpt",
+    timeout: float = 120.0,
+) -> Run:
+    """Run on ``size`` workers; they must agree about everything but whose state is whose."""
+    accounts = workers.run(size, train, tuple(argv), architecture, timeout=timeout)
+    state: dict[str, torch.Tensor] = {}
+    for account in accounts:
+        assert account.losses == accounts[0].losses, "workers disagree about the losses"
+        assert account.updates == accounts[0].updates
+        assert account.progress == accounts[0].progress
+        assert not state.keys() & account.state.keys(), "a tensor has two owners"
+        state.update(account.state)
+    first = accounts[0]
+    return Run(
+        first.history, state, first.updates, first.schedule, first.progress, first.printed
+    )
+
+
+def assert_equal_bits(actual: Run, expected: Run) -> None:
+    """Weights, moments and counters are the very same."""
+    assert actual.state.keys() == expected.state.keys()
+    for name, tensor in expected.state.items():
+        assert torch.equal(actual.state[name], tensor), f"{name} differs"
+    assert actual.updates == expected.updates
+    assert actual.schedule == expected.schedule
+    assert actual.progress == expected.progress
+
+
+def assert_same(actual: Run, expected: Run, start: int = 0) -> None:
+    """Losses from iteration ``start`` on to 1e-6 relative, weights and moments by tensor."""
+    np.testing.assert_allclose(actual.losses, expected.losses[start:], rtol=1e-6)
+    np.testing.assert_allclose(
+        np.array(actual.norms, float), np.array(expected.norms[start:], float), rtol=2e-5
+    )
+    assert actual.state.keys() == expected.state.keys()
+    for name, tensor in expected.state.items():
+        error = torch.linalg.vector_norm(actual.state[name] - tensor)
+        assert error <= 5e-6 * torch.linalg.vector_norm(tensor), f"{name} differs by {error:.2e}"
+    assert actual.updates == expected.updates
+
+
+def write_documents(
+    prefix: Path, count: int = 50, longest: int = 60, vocabulary: int = VOCABULARY
+) -> str:
+    """A data set of ``count`` documents of very different lengths, two tokens and more."""
+    rng = np.random.default_rng(count)
+    lengths = rng.integers(2, longest, count)
+    prefix.parent.mkdir(parents=True, exist_ok=True)
+    return write_flat(prefix, [rng.integers(0, vocabulary, n).tolist() for n in lengths])

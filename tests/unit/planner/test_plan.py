@@ -1,0 +1,56 @@
+"""Plans and their text form."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_flex.planner.plan import OPlan, Plan, PlanError, Stage
+
+
+@st.composite
+def plans(draw: st.DrawFn) -> Plan:
+    sizes = draw(st.lists(st.integers(1, 5), min_size=1, max_size=5))
+    device = 0
+    stages, begin = [], 0
+    for size in sizes:
+        degree = draw(st.integers(1, 3))
+        device += draw(st.integers(0, 1))  # some devices are idle
+        stages.append(Stage(begin, begin + size, tuple(range(device, device + degree))))
+        begin, device = begin + size, device + degree
+    units = st.lists(st.integers(0, begin - 1), unique=True).map(sorted).map(tuple)
+    recompute = draw(units)
+    activations = tuple(u for u in draw(units) if u not in recompute)
+    return Plan(tuple(stages), OPlan(recompute, draw(units), activations))
+
+
+@given(plans())
+def test_the_text_form_round_trips(plan: Plan) -> None:
+    assert Plan.parse(str(plan)) == plan
+
+
+def test_the_text_form_is_as_documented() -> None:
+    plan = Plan.parse("0:5@0-1 | 5:9@2 ; recompute 1-3,6 ; activations 4")
+    assert plan.o_plan == OPlan(recompute=(1, 2, 3, 6), activations=(4,))
+    assert str(plan) == "0:5@0,1 | 5:9@2 ; recompute 1-3,6 ; activations 4"
+    assert plan != Plan(plan.stages) and plan.stages == Plan(plan.stages).stages
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("0:5@0 | 6:9@1", "must start at unit 5"),
+        ("0:5@0 ; recompute 5", "names unit 5"),
+        ("0:5@0 ; recompute 3-1", "lower number first"),
+        ("0:5@0 ; recompute 1,1", "ascend"),
+        ("0:5@0 ; recompute 1 ; activations 1", "choose one"),
+        ("0:5@0 ; recompute 1 ; recompute 2", "at most once"),
+        ("0:5@0 ; forget 1", "recompute, optimizer, activations"),
+        ("0:5@0 ; optimizer x", "not units"),
+        ("0:5@a", "expected START:STOP@DEVICES"),
+    ],
+)
+def test_a_bad_text_says_what_is_wrong(text: str, message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        Plan.parse(text)

@@ -1,0 +1,79 @@
+"""The native passes give the very bits of the Python passes, which say what the rules are."""
+
+from __future__ import annotations
+
+import math
+from unittest.mock import patch
+
+from hypothesis import given
+
+from megatron_flex.planner.plan import Plan, Stage
+from megatron_flex.schedule.costs import OpCosts
+from megatron_flex.schedule.engine import place
+from megatron_flex.schedule.list_scheduler import POLICIES, policy, simulate
+from megatron_flex.schedule.native_engine import available
+from megatron_flex.schedule.placement import Placement, Problem
+from megatron_flex.schedule.replay import replay
+from megatron_flex.schedule.routing import route
+from tests.unit.schedule.strategies import Case, cases
+
+
+def in_python(name: str):  # type: ignore[no-untyped-def]
+    return patch(f"megatron_flex.schedule.{name}.available", return_value=False)
+
+
+def both(case: Case, stop: float = math.inf) -> tuple[Placement | None, Placement | None]:
+    rule = POLICIES[case.policy]
+    problem = Problem(case.plan, case.costs, route(case.plan, case.costs), rule.split)
+    limits = rule.limits(problem)
+    if case.memory is not None and not rule.forwards_first:
+        limits = type(limits)(limits.in_flight, case.memory)
+    native = place(problem, rule, case.turn, limits, stop)
+    with in_python("engine"):
+        return native, place(problem, rule, case.turn, limits, stop)
+
+
+def test_the_library_is_built() -> None:
+    assert available()
+
+
+@given(cases(devices=12, batches=24))
+def test_both_passes_place_every_operation_alike(case: Case) -> None:
+    native, python = both(case)
+    assert native == python
+
+
+@given(cases(devices=8, batches=12))
+def test_both_passes_give_up_alike(case: Case) -> None:
+    whole, _ = both(case)
+    assert whole is not None
+    for part in (0.5, 0.9, 0.99, 1.0, 1.01):
+        native, python = both(case, stop=part * whole.makespan)
+        assert native == python
+
+
+@given(cases(devices=8, batches=12))
+def test_both_passes_run_an_evaluation_alike(case: Case) -> None:
+    native = simulate(case.plan, case.costs, policy("zb"), turn=case.turn, forward_only=True)
+    with in_python("engine"):
+        python = simulate(case.plan, case.costs, policy("zb"), turn=case.turn, forward_only=True)
+    assert native == python
+
+
+@given(cases(devices=12, batches=24))
+def test_both_replays_time_an_order_alike(case: Case) -> None:
+    placed = case.build().timeline.placement
+    native = replay(placed.problem, placed.order)
+    with in_python("replay"):
+        python = replay(placed.problem, placed.order)
+    for name in ("order", "start", "finish", "makespan", "peak"):
+        assert getattr(native, name) == getattr(python, name)
+    # Operations of no duration may stand in another order at one time.
+    assert sorted(native.sequence) == sorted(python.sequence)
+
+
+def test_a_schedule_of_a_thousand_devices_is_placed() -> None:
+    plan = Plan(tuple(Stage(i, i + 1, tuple(range(8 * i, 8 * i + 8))) for i in range(128)))
+    costs = OpCosts.uniform(128, 64)
+    placed = simulate(plan, costs, policy("1f1b"))
+    assert placed.makespan == (8 + 127) * 3
