@@ -47,7 +47,8 @@ FLAN = ((0.381, 152, 0.532), (0.501, 280, 0.919), (0.111, 946, 0.205), (0.007, 1
 
 def mixture(tokens: int, seed: int) -> list[int]:
     """Lengths drawn from FLANv2's distribution that add up to ``tokens``."""
-    generator, lengths = np.random.default_rng(seed), []
+    generator = np.random.default_rng(seed)
+    lengths: list[int] = []
     weights = np.array([w for w, _, _ in FLAN])
     while sum(lengths) < tokens:
         _, median, sigma = FLAN[generator.choice(len(FLAN), p=weights / weights.sum())]
@@ -78,24 +79,27 @@ class Forms:
         self.groups = [torch.stack(group) for group in by_length.values()]
         self.merged: list[tuple[Tensor, Tensor | None]] = []
         waiting: list[Tensor] = []
-        for r in [*sorted(rows, key=len), None]:
-            full = r is None or len(r) >= SMALL or sum(map(len, waiting)) + len(r) > MERGED
-            if waiting and full:
-                owner = torch.cat([torch.full((len(w),), i) for i, w in enumerate(waiting)])
-                same = (owner[:, None] == owner).tril()
-                mask = torch.zeros(same.shape).masked_fill(~same, -torch.inf)
-                self.merged.append((torch.cat(waiting), mask))
+        for r in sorted(rows, key=len):
+            if waiting and (len(r) >= SMALL or sum(map(len, waiting)) + len(r) > MERGED):
+                self._merge(waiting)
                 waiting = []
-            if r is not None:
-                if len(r) >= SMALL:
-                    self.merged.append((r, None))
-                else:
-                    waiting.append(r)
+            if len(r) >= SMALL:
+                self.merged.append((r, None))
+            else:
+                waiting.append(r)
+        if waiting:
+            self._merge(waiting)
         longest = max(context.lengths)
         place = torch.full((len(rows), longest), -1)
         for i, r in enumerate(rows):
             place[i, : len(r)] = r
         self.place, self.filled = place.clamp(min=0), place >= 0
+
+    def _merge(self, rows: list[Tensor]) -> None:
+        owner = torch.cat([torch.full((len(r),), i) for i, r in enumerate(rows)])
+        same = (owner[:, None] == owner).tril()
+        mask = torch.zeros(same.shape).masked_fill(~same, -torch.inf)
+        self.merged.append((torch.cat(rows), mask))
 
     def native(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Ours."""
@@ -113,23 +117,23 @@ class Forms:
         """One call for each length."""
         out = torch.empty_like(q)
         for rows in self.groups:
-            parts = (t[rows].transpose(1, 2) for t in (q, k, v))
-            out = out.index_put((rows,), sdpa(*parts, is_causal=True).transpose(1, 2))
+            a, b, c = (t[rows].transpose(1, 2) for t in (q, k, v))
+            out = out.index_put((rows,), sdpa(a, b, c, is_causal=True).transpose(1, 2))
         return out
 
     def block_diagonal(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Small samples share a call."""
         out = torch.empty_like(q)
         for rows, mask in self.merged:
-            parts = (t[rows].transpose(0, 1)[None] for t in (q, k, v))
-            result = sdpa(*parts, attn_mask=mask, is_causal=mask is None)
+            a, b, c = (t[rows].transpose(0, 1)[None] for t in (q, k, v))
+            result = sdpa(a, b, c, attn_mask=mask, is_causal=mask is None)
             out = out.index_put((rows,), result[0].transpose(0, 1))
         return out
 
     def padded(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """One call over all samples, padded. Later keys are hidden by causality."""
-        parts = (t[self.place].transpose(1, 2) for t in (q, k, v))
-        return sdpa(*parts, is_causal=True).transpose(1, 2)[self.filled]
+        a, b, c = (t[self.place].transpose(1, 2) for t in (q, k, v))
+        return sdpa(a, b, c, is_causal=True).transpose(1, 2)[self.filled]
 
 
 def main() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
+from typing import NoReturn
 
 import torch
 
@@ -17,12 +18,14 @@ from megatron_flex.loop.assemble import Parts, assemble
 from megatron_flex.loop.checkpointing import Checkpoints, resumed_iteration
 from megatron_flex.loop.evaluation import evaluate
 from megatron_flex.loop.iteration import Iterations, cost_coefficients
+from megatron_flex.loop.measures import StallMeter, bubble
 from megatron_flex.loop.plans import Choice, Recording, open_plans
 from megatron_flex.loop.stopping import Stopping
 from megatron_flex.model.attention import check_attention
 from megatron_flex.model.config import loss_names
 from megatron_flex.planner.flops import iteration_flops
 from megatron_flex.planner.plan import PlanError
+from megatron_flex.runtime.attempt import check_restartable, restart
 from megatron_flex.runtime.executor import Executor, StepResult
 from megatron_flex.runtime.holdings import Holdings
 from megatron_flex.runtime.launch import start
@@ -35,6 +38,7 @@ from megatron_flex.telemetry.record import IterationRecord, ValidationRecord
 from megatron_flex.telemetry.recorder import open_recorder
 from megatron_flex.telemetry.sink import TelemetryError
 from megatron_flex.telemetry.throughput import known_peak_flops
+from megatron_flex.telemetry.trace import TraceWriter, join
 from megatron_flex.tokenizers.base import TokenizerError
 
 EXPECTED = (
@@ -82,6 +86,8 @@ class Trainer:
         self.world = world
         self.parts = parts
         t, g = config.training, config.logging
+        if config.flexpipe.flexpipe_switch == "restart":
+            check_restartable()
         first = resumed_iteration(config.checkpoint)
         self.plans = open_plans(config, parts.model, parts.plan)
         self.choice = self.plans.at(first)
@@ -97,6 +103,11 @@ class Trainer:
         self.iterations = Iterations(
             config, plan, Executor(world, self.holdings, optimizer), self.coefficients
         )
+        trace = config.flexpipe.flexpipe_trace
+        self.trace = TraceWriter(trace, world.rank) if trace else None
+        self.iterations.executor.clock.trace = trace is not None
+        self.stalls = StallMeter()
+        self.switched = False
         self.stopping = Stopping(t)
         self.profiler = Profiler(config.profiling, world.rank, g.tensorboard_dir)
         self.speaks = world.rank == world.size - 1  # Megatron-LM: the last worker prints
@@ -129,6 +140,7 @@ class Trainer:
         if self.config.evaluation.skip_train or self.train():
             self.final_evaluation()
         self.plans.close()
+        self._end_trace()
         self.checkpoints.close()
 
     def train(self) -> bool:
@@ -197,6 +209,10 @@ class Trainer:
             signals=self._signals,
             count_zeros=self.config.logging.log_num_zeros_in_grad,
         )
+        if self.trace is not None:
+            spans = self.iterations.executor.clock.spans
+            self.trace.add(self.progress.iteration + 1, ((x.instruction, x.start, x.stop) for x in spans))
+            spans.clear()
         if not result.skipped:
             self.schedule.step(batch.size)
         squares = float((batch.lengths.astype(float) ** 2).sum())
@@ -213,6 +229,7 @@ class Trainer:
         )
         if self.progress_log is not None:
             self.progress_log.iteration(flops, batch.tokens)
+        extra, notes = self._layout(current, result, time.perf_counter() - began)
         params_norm = self._params_norm() if self.config.logging.log_params_norm else None
         log_memory = self.speaks and self.config.logging.log_memory_to_tensorboard
         self.recorder.iteration(
@@ -232,10 +249,57 @@ class Trainer:
                 params_norm=params_norm,
                 memory=memory_in_use() if log_memory else {},
                 plan=str(current.plan),
+                extra=extra,
+                notes=notes,
+                time=time.time(),
             )
         )
+        changes = following.plan != self.iterations.plan
         self.choice = following
+        if changes:  # only where a switch is a restart: the others have switched by now
+            self._restart()
         return result
+
+    def _end_trace(self) -> None:
+        path = self.config.flexpipe.flexpipe_trace
+        if self.trace is None or path is None:
+            return
+        self.trace.close()
+        self.world.barrier()
+        if self.world.rank == 0:
+            join(path, self.world.size)
+
+    def _restart(self) -> NoReturn:
+        directory = self.config.checkpoint.save
+        assert directory is not None, "arguments were checked"
+        self._save()
+        self.plans.close()
+        self.checkpoints.close()
+        self.recorder.close()
+        self.world.barrier()
+        restart(directory)
+
+    def _layout(
+        self, choice: Choice, result: StepResult, elapsed: float
+    ) -> tuple[dict[str, float], dict[str, str]]:
+        """Numbers and log fields on the layout of an iteration and the switch before it."""
+        extra = {"bubble": bubble(result.measured)}
+        notes: dict[str, str] = {}
+        stall = self.stalls.add(result.measured, switched=self.switched)
+        self.switched = self.iterations.plan != choice.plan
+        if not self.plans.change:
+            return extra, notes
+        notes["plan"] = f"({','.join(map(str, choice.plan.degrees))})"
+        if choice.action:
+            notes["action"] = choice.action
+        if stall is not None:
+            extra["switch-stall"] = stall
+            notes["switch stall (ms)"] = f"{1000 * stall:.1f}"
+        notes["bubble"] = f"{100 * extra['bubble']:.1f}%"
+        if choice.seconds is not None:
+            extra["predicted"] = choice.seconds
+            notes["predicted/measured (ms)"] = f"{1000 * choice.seconds:.1f}/{1000 * elapsed:.1f}"
+        return extra, notes
 
     def _following(self) -> Choice:
         """The plan of the next iteration; after the last one nothing moves any more."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +46,7 @@ class TensorEntry:
 
     @classmethod
     def from_json(cls, entry: Mapping[str, Any]) -> TensorEntry:
-        """Read what :func:`dataclasses.asdict` and JSON made of an entry."""
+        """Read what JSON made of the fields of an entry."""
         return cls(tuple(entry["shape"]), entry["dtype"], entry["digest"], entry["rows"])
 
     @property
@@ -65,7 +65,12 @@ class Manifest:
 
     def dumps(self) -> bytes:
         """The file's contents: a JSON object whose ``digest`` covers everything else."""
-        body = {"version": VERSION, **asdict(self)}
+        body = {
+            "version": VERSION,
+            "iteration": self.iteration,
+            "files": {name: vars(entry) for name, entry in self.files.items()},
+            "tensors": {name: vars(entry) for name, entry in self.tensors.items()},
+        }
         return _encode({**body, "digest": digest_of(_encode(body))})
 
     @classmethod
@@ -79,8 +84,8 @@ class Manifest:
                 raise ValueError("its digest does not match its contents")
         except FileNotFoundError as error:
             raise CheckpointError(
-                f"{checkpoint} has no {MANIFEST}: it was not written by this program, or files"
-                " were deleted"
+                f"{checkpoint} has no {MANIFEST}: it was not written by this program"
+                " (tools/checkpoint/convert.py reads Megatron-LM's), or files were deleted"
             ) from error
         except OSError as error:
             raise CheckpointError(f"cannot read {path}: {describe(error)}") from error

@@ -10,7 +10,6 @@ import json
 import shutil
 from collections.abc import Mapping
 from contextlib import ExitStack, suppress
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -176,8 +175,8 @@ def _write(
     collected = ranks.gather(
         f"collecting the checksums of the {what}",
         lambda: {
-            "files": {name: asdict(entry) for name, entry in writer.files.items()},
-            "tensors": {name: asdict(entry) for name, entry in planner.tensors.items()},
+            "files": {name: vars(entry) for name, entry in writer.files.items()},
+            "tensors": {name: vars(entry) for name, entry in planner.tensors.items()},
         },
     )
     files: dict[str, FileEntry] = {}

@@ -180,12 +180,12 @@ class Profile:
                 name=str(data["name"]),
                 kinds={
                     Kind(name): KindProfile(
-                        **{
-                            field.name: Line(**costs[field.name])
-                            if field.type == "Line"
-                            else float(costs[field.name])
-                            for field in fields(KindProfile)
-                        }
+                        forward=Line(**costs["forward"]),
+                        backward_input=Line(**costs["backward_input"]),
+                        backward_weight=Line(**costs["backward_weight"]),
+                        activation=float(costs["activation"]),
+                        transient=float(costs["transient"]),
+                        update=float(costs["update"]),
                     )
                     for name, costs in data["kinds"].items()
                 },

@@ -320,16 +320,25 @@ def _parallel(config: Config) -> Problems:
         "decoder_first_pipeline_num_layers",
         "decoder_last_pipeline_num_layers",
     )
-    if config.flexpipe.flexpipe_plan is not None:
-        for name in layout:
+    f = config.flexpipe
+    whole = "--flexpipe-plan" if f.flexpipe_plan is not None else "--flexpipe-plans"
+    if f.flexpipe_plan is not None or f.flexpipe_plans is not None:
+        for name in (*layout, *(("flexpipe_plan",) if f.flexpipe_plans is not None else ())):
             if name in config.given:
-                yield f"{flag_of(name)} has no effect with --flexpipe-plan: remove one of them"
+                yield f"{flag_of(name)} has no effect with {whole}: remove one of them"
     elif world % p.pipeline_model_parallel_size:
         yield (
             f"{world} workers are no multiple of --pipeline-model-parallel-size"
             f" {p.pipeline_model_parallel_size}: change one of them, or give stages of different"
             " sizes with --flexpipe-plan"
         )
+
+
+def _switching(config: Config) -> Problems:
+    f = config.flexpipe
+    yield from _without(config, "--flexpipe-plans", f.flexpipe_plans, ("flexpipe_switch",))
+    if f.flexpipe_switch == "restart" and not config.checkpoint.save:
+        yield "--flexpipe-switch restart goes through checkpoints: give --save and --save-interval"
 
 
 _CHECKS: tuple[Callable[[Config], Problems], ...] = (
@@ -341,4 +350,5 @@ _CHECKS: tuple[Callable[[Config], Problems], ...] = (
     _logging,
     _evaluation,
     _parallel,
+    _switching,
 )

@@ -30,7 +30,9 @@ class Choice:
 
 
 class Plans(Protocol):
-    """Where plans come from. Equal answers on every worker."""
+    """Where plans come from. Equal answers on every worker. ``change``: whether they ever do."""
+
+    change: bool
 
     def at(self, iteration: int) -> Choice:
         """The plan that iteration ``iteration`` (from 0) runs on.
@@ -47,6 +49,7 @@ class StaticPlan:
     """One plan for the whole run."""
 
     plan: Plan
+    change: bool = False
 
     def at(self, iteration: int) -> Choice:
         """The plan."""
@@ -61,6 +64,7 @@ class ScriptedPlans:
     """A plan for each iteration, from a file; the last one stays."""
 
     plans: list[Plan] = field(default_factory=list)
+    change: bool = True
 
     def at(self, iteration: int) -> Choice:
         """The plan in line ``iteration``."""

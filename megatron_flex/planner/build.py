@@ -21,6 +21,7 @@ from megatron_flex.planner.static import cut_points
 from megatron_flex.planner.tables import (
     Array,
     Arrivals,
+    BoolArray,
     ElementKind,
     IntArray,
     Tables,
@@ -330,18 +331,9 @@ class ModelCosts:
             host_per_byte=self.options.host_exposed / host.bytes_per_second,
         )
 
-    def holdings(self, plan: Plan) -> dict[int, frozenset[int]]:
-        """The elements whose units a device holds completely under ``plan``, for each device."""
-        held: dict[int, set[int]] = {}
+    def holdings(self, plan: Plan) -> BoolArray:
+        """``[devices of the world, elements]``: who holds all units of which element."""
+        units = np.zeros((self.cluster.world_size, self.layers.num_units), dtype=bool)
         for stage in plan.stages:
-            units = set(range(stage.start, stage.stop))
-            for device in stage.group:
-                held.setdefault(device, set()).update(units)
-        return {
-            device: frozenset(
-                e
-                for e, (a, b) in enumerate(zip(self.points, self.points[1:], strict=False))
-                if all(u in units for u in range(a, b))
-            )
-            for device, units in held.items()
-        }
+            units[list(stage.group), stage.start : stage.stop] = True
+        return np.logical_and.reduceat(units, self.points[:-1], axis=1)

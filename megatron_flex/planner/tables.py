@@ -16,6 +16,7 @@ import numpy as np
 
 Array = np.ndarray[Any, np.dtype[np.float64]]
 IntArray = np.ndarray[Any, np.dtype[np.int64]]
+BoolArray = np.ndarray[Any, np.dtype[np.bool_]]
 
 
 @dataclass(frozen=True)
@@ -169,7 +170,7 @@ class Tables:
 
     def __post_init__(self) -> None:
         seen: set[int] = set()
-        for before, server in zip((-1, *self.server[:-1].tolist()), self.server.tolist()):
+        for before, server in zip((-1, *self.server[:-1].tolist()), self.server.tolist(), strict=True):
             if server != before and server in seen:
                 raise ValueError("devices of one server must be next to each other")
             seen.add(server)

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
+from megatron_flex.runtime.attempt import attempt
 from megatron_flex.runtime.failure import FirstFailure
 from megatron_flex.runtime.world import World, local_rank
 
@@ -56,6 +57,8 @@ def _join(rank: int, size: int, backend: str, timeout: timedelta) -> dist.Store:
         )
     try:
         store, _, _ = next(rendezvous("env://", timeout=timeout))
+        # torchrun keeps its store over restarts; keys of an earlier attempt must not be met.
+        store = dist.PrefixStore(attempt(), store)
         dist.init_process_group(
             backend, store=store, rank=rank, world_size=size, timeout=timeout
         )

@@ -67,8 +67,12 @@ def validate(program: Program, layers: LayerList, *, forward_only: bool = False)
     try:
         program.plan.check(layers.num_units, len(program.instructions))
         check_route(program.plan, program.route, len(program.tokens))
+        if program.next_plan is not None:
+            program.next_plan.check(layers.num_units, len(program.instructions))
     except ValueError as error:
         raise ProgramError(str(error)) from error
+    if forward_only and program.next_plan is not None:
+        raise ProgramError("an evaluation does not switch: leave out the next plan")
     _Replay(program, layers, forward_only).run()
 
 
@@ -370,23 +374,28 @@ class _Replay:
     # -- a switch ------------------------------------------------------------------------------
 
     def send_state(self, op: SendState) -> bool:
-        if not 0 <= op.peer < self.D or op.peer == self.device:
-            self.fail(f"a state goes to another of the {self.D} devices")
-        waiting = self.switch.send(self.device, op)
-        if waiting is not None:
-            self.ready.append(waiting)
+        self.check_peer(op)
+        self.wake(self.switch.send(self.device, op))
         return True
 
     def receive_state(self, op: RecvState) -> bool:
-        self.switch.receive(self.device, op, late=bool(self.past_norm[self.device]))
+        self.check_peer(op)
+        self.wake(self.switch.receive(self.device, op, late=bool(self.past_norm[self.device])))
         return True
+
+    def check_peer(self, op: SendState | RecvState) -> None:
+        if not 0 <= op.peer < self.D or op.peer == self.device:
+            self.fail(f"a state goes to another of the {self.D} devices")
+
+    def wake(self, device: int | None) -> None:
+        if device is not None:
+            self.ready.append(device)
 
     def drop(self, op: Drop) -> bool:
         if not self.past_norm[self.device]:
             self.fail("a slab is dropped before the global norm")
         self.final(op.slab)
-        self.switch.drop(self.device, op.slab)
-        return True
+        return self.switch.drop(self.device, op.slab)
 
     # -- the end -------------------------------------------------------------------------------
 
@@ -430,8 +439,12 @@ class _Replay:
                 reason = f"waits for devices {_names(others)} at the reduction"
                 reason += ", which lack it" if never else ""
             elif not isinstance(instruction, GlobalNorm):
-                never = True
-                reason = "waits for the state of a slab, which no device sends"
+                slab, needed = self.switch.waits(device)
+                others = set(needed)
+                never = any(step not in self.ahead(peer) for peer, step in needed.items())
+                verb = "send" if any(isinstance(n, SendState) for n in needed.values()) else "take"
+                reason = f"waits for devices {_names(others)} to {verb} the state of slab {slab}"
+                reason += ", which never happens" if never else ""
             else:
                 others, never = set(range(self.D)) - self.at_norm, False
                 reason = f"waits for devices {_names(others)} at the global norm"

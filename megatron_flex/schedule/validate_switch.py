@@ -2,7 +2,8 @@
 
 Each slab on each device has a version: the one from before this iteration's update, or the one
 after it. Early copies must be of the first and be updated by the joiner like everybody else's;
-copies that are handed over must be of the second and must not be updated again. At the end every
+copies that are handed over must be of the second and must not be updated again. A slab that is
+being sent is neither updated nor dropped before its receiver has made room for it. At the end every
 device has exactly what the next plan gives it, after the update.
 """
 
@@ -12,7 +13,13 @@ from collections import deque
 from collections.abc import Callable, Iterable
 
 from megatron_flex.model.layers import LayerList
-from megatron_flex.schedule.instructions import GlobalNorm, Program, RecvState, SendState
+from megatron_flex.schedule.instructions import (
+    GlobalNorm,
+    Program,
+    RecvState,
+    SendState,
+    StateOp,
+)
 from megatron_flex.schedule.slabs import slab_holders
 
 #: States of a slab on a device.
@@ -55,8 +62,11 @@ class SwitchReplay:
         # Sent states that nobody has taken yet, by ordered pair; receives that wait, by device.
         self._sent: dict[tuple[int, int], deque[tuple[int, str]]] = {}
         self._due: dict[tuple[int, int], deque[int]] = {}
-        self._wanted: dict[tuple[int, int], str] = {}  # (device, slab) -> version, on its way
-        self._waiting: set[int] = set()
+        # By (device, slab): version and sender of what is on its way there, receivers that have not
+        # taken yet what is on its way from there.
+        self._wanted: dict[tuple[int, int], tuple[str, int]] = {}
+        self._leaving: dict[tuple[int, int], list[int]] = {}
+        self._waiting: dict[int, int] = {}  # device -> slab that it waits for
 
     # -- instructions --------------------------------------------------------------------------
 
@@ -68,41 +78,46 @@ class SwitchReplay:
         self._sent.setdefault((device, op.peer), deque()).append(
             (op.slab, self._version[device, op.slab])
         )
+        self._leaving.setdefault((device, op.slab), []).append(op.peer)
         self._match(device, op.peer)
-        if op.peer in self._waiting:
-            self._waiting.discard(op.peer)
-            return op.peer
-        return None
+        return self._woken(op.peer)
 
-    def receive(self, device: int, op: RecvState, *, late: bool) -> None:
-        """Room is made for a state, and its arrival is awaited by what uses it."""
+    def receive(self, device: int, op: RecvState, *, late: bool) -> int | None:
+        """Room is made for a state, and its arrival is awaited by what uses it.
+
+        Returns a device to be replayed again because it may wait for the state to leave.
+        """
         self._check(op.slab)
         key = (device, op.slab)
         if key in self._version or key in self._wanted:
             self._stop(f"device {device} has slab {op.slab} already")
         if device not in self._next[op.slab]:
             self._stop(f"the next plan does not give slab {op.slab} to device {device}")
-        self._wanted[key] = NEW if late else OLD
+        self._wanted[key] = (NEW if late else OLD, op.peer)
         self._due.setdefault((op.peer, device), deque()).append(op.slab)
         self._match(op.peer, device)
+        return self._woken(op.peer)
 
     def update(self, device: int, slab: int) -> bool:
-        """The update of a slab; ``False`` if its state is still on its way."""
-        if not self.here(device, slab):
+        """The update of a slab; ``False`` if its state is still on its way, to or from here."""
+        if not self.here(device, slab) or not self._left(device, slab):
             return False
         if self._version[device, slab] is NEW:
             self._stop(f"slab {slab} came to device {device} after the update: it is updated twice")
         self._version[device, slab] = NEW
         return True
 
-    def drop(self, device: int, slab: int) -> None:
-        """A slab is given up."""
+    def drop(self, device: int, slab: int) -> bool:
+        """A slab is given up; ``False`` if its state is still on its way from here."""
         self._check(slab)
         if (device, slab) not in self._version:
             self._stop(f"device {device} has no slab {slab} to drop")
         if device in self._next[slab]:
             self._stop(f"slab {slab} is dropped, but the next plan gives it to device {device}")
+        if not self._left(device, slab):
+            return False
         del self._version[device, slab]
+        return True
 
     def present(self, device: int, units: Iterable[int]) -> bool:
         """Whether a device can compute units; ``False`` if a state is still on its way."""
@@ -118,8 +133,15 @@ class SwitchReplay:
             return True
         if (device, slab) not in self._wanted:
             self._stop(f"device {device} does not have slab {slab} (dropped, or not yet received)")
-        self._waiting.add(device)
+        self._waiting[device] = slab
         return False
+
+    def waits(self, device: int) -> tuple[int, dict[int, StateOp]]:
+        """The slab that a blocked device waits for, and what which devices must do for it."""
+        slab = self._waiting[device]
+        if (device, slab) in self._wanted:
+            return slab, {self._wanted[device, slab][1]: SendState(slab, device)}
+        return slab, {peer: RecvState(slab, device) for peer in self._leaving[device, slab]}
 
     def finish(self) -> None:
         """Every device must have what the next plan gives it, after the update, and no more."""
@@ -157,10 +179,22 @@ class SwitchReplay:
             if slab != wanted:
                 self._stop(f"out of order: device {source} sends slab {slab}, device {target}"
                            f" expects slab {wanted}")  # fmt: skip
-            if version is not self._wanted[target, slab]:
+            expected, _ = self._wanted.pop((target, slab))
+            if version is not expected:
                 self._stop(
                     f"stale state: slab {slab} is sent {version}, device {target} takes it as it is"
-                    f" {self._wanted[target, slab]}"
+                    f" {expected}"
                 )
-            del self._wanted[target, slab]
             self._version[target, slab] = version
+            self._leaving[source, slab].remove(target)
+
+    def _left(self, device: int, slab: int) -> bool:
+        """Whether all copies of a slab that were sent from a device have been taken."""
+        if self._leaving.get((device, slab)):
+            self._waiting[device] = slab
+            return False
+        return True
+
+    def _woken(self, device: int) -> int | None:
+        """The device, if it was waiting."""
+        return None if self._waiting.pop(device, None) is None else device

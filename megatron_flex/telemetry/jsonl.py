@@ -105,6 +105,8 @@ def iteration_object(record: IterationRecord) -> dict[str, Any]:
         "plan": record.plan or None,
         **record.memory,
         **record.extra,
+        "action": record.notes.get("action"),
+        "time": record.time,
     }
     return {name: value for name, value in values.items() if value is not None}
 

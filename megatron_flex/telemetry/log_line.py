@@ -1,7 +1,8 @@
 """The lines that a run prints, field for field as Megatron-LM 0.16 does.
 
 Between the throughput (or the elapsed time) and the learning rate there are additional fields:
-``tokens/s`` and ``padding``, and before them ``MFU`` if it is known.
+``tokens/s`` and ``padding``, before them ``MFU`` if it is known, and after them, where plans change,
+the plan, why it was chosen, and how it went (of the last iteration).
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ def training_line(
             fields.append(f"MFU: {rates.mfu_percent:.1f}%")
     fields.append(f"tokens/s: {rates.tokens_per_second:.1f}")
     fields.append(f"padding: {rates.padding_percent:.1f}%")
+    fields += [f"{name}: {value}" for name, value in last.notes.items()]
     fields.append(f"learning rate: {last.learning_rate:.6E}")
     fields.append(f"global batch size: {last.global_batch_size:5d}")
     # Megatron leaves a mean of zero out: it has no value to report then.

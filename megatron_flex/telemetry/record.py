@@ -31,6 +31,8 @@ class IterationRecord:
         memory: bytes or counts by name (``--log-memory-to-tensorboard``).
         plan: text form of the layout.
         extra: further numbers for JSONL and TensorBoard, by name.
+        notes: further fields of the log line, by name; JSONL gets ``action``.
+        time: seconds since the epoch at its end.
     """
 
     iteration: int
@@ -52,6 +54,8 @@ class IterationRecord:
     memory: Mapping[str, float] = field(default_factory=dict)
     plan: str = ""
     extra: Mapping[str, float] = field(default_factory=dict)
+    notes: Mapping[str, str] = field(default_factory=dict)
+    time: float | None = None
 
 
 @dataclass(frozen=True)

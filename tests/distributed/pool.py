@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 MAX_WORKERS = 6
-_PRELOAD = ["torch", "torch.distributed", "megatron.core", "tests.distributed.pool"]
+PRELOAD = ["megatron_flex.training", "tests.distributed.pool"]
 # After one rank failed, the others have this long (seconds) to notice it and stop by themselves.
 _GRACE = 5.0
 
@@ -83,7 +83,7 @@ class WorkerPool:
         self._directory = tempfile.TemporaryDirectory(prefix="workers-")
         self._jobs = 0
         self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(_PRELOAD)
+        self._context.set_forkserver_preload(PRELOAD)
 
     def run(
         self,

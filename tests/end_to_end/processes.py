@@ -13,15 +13,14 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.distributed.pool import PRELOAD
 
-# The pool of the distributed tests uses the same server; whichever comes first starts it.
-_PRELOAD = ["torch", "torch.distributed", "megatron.core", "tests.distributed.pool"]
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @dataclass
@@ -43,18 +42,27 @@ class Job:
         port: int | None = None,
         environment: Mapping[str, str] | None = None,
         delays: Sequence[float] = (),
+        before: Callable[[int], None] | None = None,
     ) -> Job:
-        """Start ``size`` workers; worker ``i`` begins ``delays[i]`` seconds late."""
+        """Start ``size`` workers.
+
+        Args:
+            port: where they meet; default one that is free.
+            environment: further variables.
+            delays: worker ``i`` begins ``delays[i]`` seconds late.
+            before: called with the rank before the script runs, to break something.
+        """
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(_PRELOAD)
+        context.set_forkserver_preload(PRELOAD)  # the pool's server, if it runs already
         self.directory.mkdir(parents=True, exist_ok=True)
         port = free_port() if port is None else port
         for rank in range(size):
             place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size)}
-            meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-            values = place | (meeting if size > 1 else {}) | dict(environment or {})
+            place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)} if size > 1 else {}
+            place["TORCHELASTIC_ERROR_FILE"] = str(self.error_file(rank))
             late = delays[rank] if rank < len(delays) else 0.0
-            arguments = (script, list(argv), values, str(self.log(rank)), late)
+            values = place | dict(environment or {})
+            arguments = (script, list(argv), values, str(self.log(rank)), late, before)
             process = context.Process(target=_worker, args=arguments, daemon=True)
             process.start()
             self.processes.append(process)
@@ -63,6 +71,10 @@ class Job:
     def log(self, rank: int) -> Path:
         """Standard output and error of a worker."""
         return self.directory / f"worker{rank}.log"
+
+    def error_file(self, rank: int) -> Path:
+        """Where torchrun would look for a worker's message."""
+        return self.directory / f"error{rank}.json"
 
     def text(self, rank: int) -> str:
         """What a worker printed so far."""
@@ -116,7 +128,12 @@ def free_port() -> int:
 
 
 def _worker(
-    script: str, argv: list[str], environment: dict[str, str], log: str, late: float
+    script: str,
+    argv: list[str],
+    environment: dict[str, str],
+    log: str,
+    late: float,
+    before: Callable[[int], None] | None,
 ) -> None:
     """A worker's life: what ``python script argv`` would do."""
     import ctypes
@@ -135,5 +152,7 @@ def _worker(
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     os.environ.update(environment)
     time.sleep(late)
+    if before is not None:
+        before(int(environment["RANK"]))
     sys.argv = [script, *argv]
     runpy.run_path(str(ROOT / script), run_name="__main__")

@@ -170,6 +170,17 @@ def test_segments_are_swapped_half_of_the_time(tmp_path: Path) -> None:
     assert 420 < orders.count(1) < 580
 
 
+@pytest.mark.parametrize("room", [6, 7, 12, 13])
+def test_two_long_segments_share_the_room_and_the_first_has_the_odd_token(
+    tmp_path: Path, room: int
+) -> None:
+    made = make(tmp_path, [[9, 9]], max_length=room + 3)
+    for number in range(8):
+        tokens = unmasked(made.read(0, number, 0, room + 3, inputs=True, targets=True)).tolist()
+        a = tokens.index(SEP) - 1
+        assert (a, room - a) == megatron_cut(9, 9, room) == (room - room // 2, room // 2)
+
+
 def test_a_document_of_one_sentence_is_counted_with_the_head_and_used_without(
     tmp_path: Path,
 ) -> None:

@@ -1,0 +1,265 @@
+"""What a switch from one plan to the next costs, for each way of switching.
+
+Ways of getting a slab's state to a device that will need it (flexpipe.md section 4):
+
+* **drop**: the device holds more than it needs (grow). Nothing moves.
+* **join early**: parameters and optimizer state travel during the running iteration, as far as the
+  device has memory for them now; only what does not fit behind it is seen. The gradient crosses
+  with the reduction that happens anyway.
+* **hand over**: after the update, through the TwinLayer of the server: written and read in chunks
+  that overlap, so the time is that of one copy over the slower link.
+
+and, to compare with, for the whole plan: **stall** (after the update, without a TwinLayer: copied
+whole, out of one device and then into the other), and **restart** (a checkpoint, then a new start).
+
+Transfers of different devices run at the same time, so times are a maximum over the ends of every
+link: receivers, senders, servers' networks, host links.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+from enum import Enum
+from typing import Literal
+
+import numpy as np
+
+from megatron_flex.planner.build import ModelCosts
+from megatron_flex.planner.plan import Plan
+from megatron_flex.planner.tables import Array, Arrivals
+from megatron_flex.schedule.slabs import slab_holders
+
+SwitchMode = Literal["live", "handover", "stall", "restart"]
+
+CHUNK_OVERHEAD = 1.05
+"""A pipelined hand-over takes this times one copy: the first chunk is written before it is read."""
+GROUP_SETUP = 0.02
+"""Seconds to create process groups; hidden behind the running iteration in mode live."""
+RESTART = 8.0
+"""Seconds to start processes, libraries and communicators again."""
+DISK_BYTES_PER_SECOND = 2e9
+"""A checkpoint is written and read at this rate, by a server."""
+
+
+class Way(str, Enum):
+    """How one slab gets to one device."""
+
+    JOIN_EARLY = "join early"
+    HAND_OVER = "hand over"
+
+
+@dataclass(frozen=True)
+class Running:
+    """The iteration that runs while the next one is prepared.
+
+    Attributes:
+        plan: its plan.
+        seconds: its predicted (or measured) time.
+        spare: bytes free on each device of the world while it runs.
+    """
+
+    plan: Plan
+    seconds: float
+    spare: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Move:
+    """State of ``slab``, ``size`` bytes, from device ``source`` to ``device``."""
+
+    slab: int
+    source: int
+    device: int
+    size: float
+    way: Way
+
+
+@dataclass(frozen=True)
+class Switch:
+    """A priced switch.
+
+    Attributes:
+        moves: everything that travels.
+        drag: seconds by which early transfers lengthen the running iteration.
+        stall: seconds between its update and the next iteration's first operation.
+        early_bytes: bytes that each device of the world receives early.
+    """
+
+    moves: tuple[Move, ...]
+    drag: float
+    stall: float
+    early_bytes: tuple[float, ...]
+
+    @property
+    def seconds(self) -> float:
+        """All time that the switch costs."""
+        return self.drag + self.stall
+
+    @property
+    def moved(self) -> float:
+        """Bytes that travel."""
+        return sum(m.size for m in self.moves)
+
+
+def switch(costs: ModelCosts, running: Running, plan: Plan, mode: SwitchMode = "live") -> Switch:
+    """Price the switch from the running plan to ``plan``."""
+    world = costs.cluster.world_size
+    nothing = Switch((), 0.0, 0.0, (0.0,) * world)
+    if running.plan.stages == plan.stages:
+        return nothing
+    if mode == "restart":
+        seconds = restart_seconds(costs)
+        return Switch((), 0.0, seconds, (0.0,) * world)
+    moves = _moves(costs, running, plan, early=mode == "live")
+    early = [m for m in moves if m.way is Way.JOIN_EARLY]
+    late = [m for m in moves if m.way is Way.HAND_OVER]
+    hidden = costs.options.travel * running.seconds
+    drag = max(0.0, _network_seconds(costs, early) - hidden)
+    stall = _handover_seconds(costs, late) if mode != "stall" else _stall_seconds(costs, late)
+    if mode == "stall":
+        stall += GROUP_SETUP
+    received = [0.0] * world
+    for move in early:
+        received[move.device] += move.size
+    return Switch(tuple(moves), drag, stall, tuple(received))
+
+
+def restart_seconds(costs: ModelCosts) -> float:
+    """Seconds of suspend and resume: write a checkpoint, start again, read it."""
+    slabs = range(costs.layers.num_slabs)
+    state = [costs.slab_state(s) for s in slabs]
+    size = sum(s.parameters + s.optimizer for s in state)
+    return RESTART + 2.0 * size / (DISK_BYTES_PER_SECOND * costs.cluster.servers)
+
+
+def travelling(costs: ModelCosts, slab: int, degree: int) -> float:
+    """Bytes that a new holder of a slab receives: parameters, optimizer state or its shard."""
+    state = costs.slab_state(slab)
+    optimizer = float(state.optimizer)
+    return state.parameters + (optimizer / degree if costs.options.shard_optimizer else optimizer)
+
+
+def _moves(costs: ModelCosts, running: Running, plan: Plan, early: bool) -> list[Move]:
+    """What must travel. Sources: on the same server if possible, the least loaded first."""
+    before, after = slab_holders(running.plan, costs.layers), slab_holders(plan, costs.layers)
+    spare = list(running.spare)
+    load: dict[int, float] = defaultdict(float)
+    moves = []
+    for slab, (old, new) in enumerate(zip(before, after, strict=True)):
+        size = travelling(costs, slab, len(new))
+        for device in new:
+            need = size
+            if device in old:
+                if not costs.options.shard_optimizer or len(old) == len(new):
+                    continue
+                need = costs.slab_state(slab).optimizer / len(new)  # its shard is cut anew
+            sources = [d for d in old if d != device]
+            if not sources or need <= 0:
+                continue
+            server = costs.cluster.server_of(device)
+            source = min(
+                sources, key=lambda d: (costs.cluster.server_of(d) != server, load[d], d)
+            )
+            load[source] += need
+            fits = early and spare[device] >= need
+            if fits:
+                spare[device] -= need
+            moves.append(
+                Move(slab, source, device, need, Way.JOIN_EARLY if fits else Way.HAND_OVER)
+            )
+    return moves
+
+
+def _network_seconds(costs: ModelCosts, moves: list[Move]) -> float:
+    """Seconds of direct transfers that all run at once."""
+    ends: dict[tuple[str, int], float] = defaultdict(float)
+    inter = costs.cluster.inter
+    for move in moves:
+        one, other = costs.cluster.server_of(move.source), costs.cluster.server_of(move.device)
+        link = costs.intra if one == other else inter
+        seconds = link.seconds(move.size)
+        ends["out", move.source] += seconds
+        ends["in", move.device] += seconds
+        if one != other:
+            # The devices of a server share its network.
+            shared = move.size / (inter.bytes_per_second * costs.cluster.devices_per_server)
+            ends["server out", one] += shared
+            ends["server in", other] += shared
+    return max(ends.values(), default=0.0)
+
+
+def _handover_seconds(costs: ModelCosts, moves: list[Move]) -> float:
+    """Seconds through TwinLayers: host links of both devices, and the network between servers."""
+    host: dict[tuple[str, int], float] = defaultdict(float)
+    across = [
+        m
+        for m in moves
+        if costs.cluster.server_of(m.source) != costs.cluster.server_of(m.device)
+    ]
+    written = set()
+    for move in moves:
+        if (move.slab, move.source) not in written:  # once, however many read it
+            written.add((move.slab, move.source))
+            host["out", move.source] += costs.host.seconds(move.size)
+        host["in", move.device] += costs.host.seconds(move.size)
+    worst = max(host.values(), default=0.0)
+    return CHUNK_OVERHEAD * max(worst, _network_seconds(costs, across))
+
+
+def _stall_seconds(costs: ModelCosts, moves: list[Move]) -> float:
+    """Seconds without TwinLayers or overlap: out of every device, over the network, then in."""
+    out: dict[int, float] = defaultdict(float)
+    into: dict[int, float] = defaultdict(float)
+    for move in moves:
+        out[move.source] += costs.host.seconds(move.size)
+        into[move.device] += costs.host.seconds(move.size)
+    across = [
+        m
+        for m in moves
+        if costs.cluster.server_of(m.source) != costs.cluster.server_of(m.device)
+    ]
+    return (
+        max(out.values(), default=0.0)
+        + _network_seconds(costs, across)
+        + max(into.values(), default=0.0)
+    )
+
+
+def arrivals(costs: ModelCosts, running: Running) -> Arrivals:
+    """The same costs as the searches see them: of every element for every class of devices.
+
+    Local to a device: senders' load and servers' networks are left to :func:`switch`, which prices
+    the candidates that the searches find.
+    """
+    cluster = costs.cluster
+    held = costs.holdings(running.plan)  # [devices of the world, elements]
+    degree = np.maximum(1, held.sum(axis=0))
+    size_of: Array = costs.travelling
+    if costs.options.shard_optimizer:
+        size_of = size_of - costs.optimizer * (1.0 - 1.0 / degree)
+    on_server = held.reshape(cluster.servers, cluster.devices_per_server, -1).any(axis=1)
+    classes: dict[tuple[bytes, int, float], int] = {}
+    first: list[int] = []  # a device of each class
+    device_class = []
+    for device in costs.devices:
+        key = (held[device].tobytes(), cluster.server_of(device), running.spare[device])
+        if key not in classes:
+            first.append(device)
+        device_class.append(classes.setdefault(key, len(classes)))
+    size = np.where(held[first], 0.0, size_of)
+    inside = on_server[[cluster.server_of(d) for d in first]]
+    per_link = np.where(
+        inside, 1.0 / costs.intra.bytes_per_second, 1.0 / cluster.inter.bytes_per_second
+    )
+    slower = np.maximum(1.0 / costs.host.bytes_per_second, np.where(inside, 0.0, per_link))
+    early = size * per_link
+    return Arrivals(
+        device_class=np.array(device_class, dtype=np.int64),
+        size=size,
+        early=early,
+        handover=np.maximum(CHUNK_OVERHEAD * size * slower, early),
+        spare=np.array([max(0.0, running.spare[d]) for d in first]),
+        hide=costs.options.travel * running.seconds,
+    )
+

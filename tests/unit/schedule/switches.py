@@ -1,0 +1,118 @@
+"""Random switches between plans, from one seed each, and how a program is broken on purpose."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from megatron_flex.model.layers import LayerList
+from megatron_flex.planner.plan import Plan
+from megatron_flex.schedule.instructions import Instruction, Program
+from megatron_flex.schedule.list_scheduler import POLICIES, build
+from megatron_flex.schedule.slabs import slab_holders
+from megatron_flex.schedule.transition import Transition, transition
+from tests.unit.schedule.strategies import Case, random_case, random_plan
+
+
+@dataclass(frozen=True)
+class SwitchCase:
+    """A case with the change to the next iteration's plan."""
+
+    case: Case
+    switch: Transition
+
+    @property
+    def layers(self) -> LayerList:
+        return self.case.layers
+
+    def build(self) -> Program:
+        case = self.case
+        return build(
+            case.plan,
+            case.layers,
+            case.costs,
+            case.tokens,
+            POLICIES[case.policy],
+            world_size=case.world_size,
+            turn=case.turn,
+            memory=case.memory,
+            switch=self.switch,
+        ).program
+
+
+def random_switch(seed: int, devices: int = 16, batches: int = 64) -> SwitchCase:
+    """Any plan to any plan; all early, all late, or each slab its own way."""
+    case = random_case(seed, devices, batches)
+    rng = random.Random(seed + 1)
+    units = case.layers.num_units
+    next_plan = case.plan if rng.random() < 0.05 else random_plan(rng, units, case.world_size)
+    late: frozenset[tuple[int, int]] | None = frozenset()
+    way = rng.choice(["early", "late", "mixed"])
+    if way == "late":
+        late = None
+    elif way == "mixed":
+        pairs = [(s, d) for s in range(case.layers.num_slabs) for d in range(case.world_size)]
+        late = frozenset(pair for pair in pairs if rng.random() < 0.5)
+    sizes = [rng.random() for _ in range(case.layers.num_slabs)]
+    return SwitchCase(
+        case,
+        transition(
+            case.plan,
+            next_plan,
+            case.layers,
+            sizes=rng.choice([None, sizes]),
+            late=late,
+            server_size=rng.choice([1, 2, 4, 1 << 30]),
+        ),
+    )
+
+
+def holders(plan: Plan, layers: LayerList) -> list[set[int]]:
+    """The devices that hold each slab."""
+    return [set(devices) for devices in slab_holders(plan, layers)]
+
+
+def find(
+    given: Program, kind: type[Instruction], nth: int = 0, *, on: int | None = None, **fields: Any
+) -> tuple[int, int, Any]:
+    """Device, step and value of the ``nth`` instruction of a kind with these fields."""
+    hits = [
+        (device, step, instruction)
+        for device, steps in enumerate(given.instructions)
+        for step, instruction in enumerate(steps)
+        if type(instruction) is kind
+        and on in (None, device)
+        and all(getattr(instruction, key) == value for key, value in fields.items())
+    ]
+    return hits[nth]
+
+
+def edited(given: Program, device: int, change: Callable[[list[Instruction]], Any]) -> Program:
+    """The program with one device's list changed in place by ``change``."""
+    steps = list(given.instructions[device])
+    change(steps)
+    lists = list(given.instructions)
+    lists[device] = tuple(steps)
+    return replace(given, instructions=tuple(lists))
+
+
+def without(given: Program, device: int, step: int) -> Program:
+    """The program without one instruction."""
+    return edited(given, device, lambda steps: steps.pop(step))
+
+
+def inserted(given: Program, device: int, step: int, instruction: Instruction) -> Program:
+    """The program with one instruction more, at ``step``."""
+    return edited(given, device, lambda steps: steps.insert(step, instruction))
+
+
+def put(given: Program, device: int, step: int, instruction: Instruction) -> Program:
+    """The program with one instruction replaced."""
+    return edited(given, device, lambda steps: steps.__setitem__(step, instruction))
+
+
+def moved(given: Program, device: int, step: int, to: int) -> Program:
+    """The program with one instruction at another place of its list."""
+    return edited(given, device, lambda steps: steps.insert(to, steps.pop(step)))
