@@ -211,7 +211,9 @@ class Trainer:
         )
         if self.trace is not None:
             spans = self.iterations.executor.clock.spans
-            self.trace.add(self.progress.iteration + 1, ((x.instruction, x.start, x.stop) for x in spans))
+            self.trace.add(
+                self.progress.iteration + 1, ((x.instruction, x.start, x.stop) for x in spans)
+            )
             spans.clear()
         if not result.skipped:
             self.schedule.step(batch.size)
@@ -339,7 +341,11 @@ class Trainer:
         self.iterations.executor.settle()
         self.checkpoints.save(self.progress, self.schedule, self.coefficients)
         asynchronous = self.config.checkpoint.async_save
-        verb = "scheduled an async checkpoint save" if asynchronous else "successfully saved checkpoint"
+        verb = (
+            "scheduled an async checkpoint save"
+            if asynchronous
+            else "successfully saved checkpoint"
+        )
         self._say(f"  {verb} from iteration {self.progress.iteration:7d} to"
                   f" {self.config.checkpoint.save}")  # fmt: skip
         if self.progress_log is not None:

@@ -139,73 +139,76 @@ double GroupModel::bytes(const Group& g) const {
   return state + optimizer + held + p_.buffers + transient_(g.begin, g.end) * p_.max_tokens;
 }
 
-double GroupModel::optimisation(const Group& g, double excess) const {
-  struct Item {
-    double bytes, seconds;
-  };
-  thread_local std::vector<Item> items;
-  items.clear();
-  const int64_t degree = g.last - g.first, stride = p_.steps + 1;
+void GroupModel::add_savings(int64_t kind, double count, int64_t entry, int64_t degree,
+                             std::vector<Saving>* savings) const {
   const double share = p_.share[degree];
-  const double shards = p_.sharded ? static_cast<double>(degree) : 1.0;
-  for (int side = 0; side < 2; ++side) {
-    const double* counts = side == 0 ? p_.front_count_prefix : p_.back_count_prefix;
-    const bool present =
-        side == 0 ? p_.front[g.end] > p_.front[g.begin] : p_.back[g.begin] > p_.back[g.end];
-    if (!present) continue;
-    const int64_t cap = in_flight(side == 0 ? p_.front[g.begin] : p_.back[g.end], degree);
-    const double tokens = top(degree, cap);
+  const int64_t cap = in_flight(entry, degree);
+  const double tokens = top(degree, cap);
+  if (p_.offload_optimizer > 0.0) {
+    const double shards = p_.sharded ? static_cast<double>(degree) : 1.0;
+    const double size = count * p_.kind_optimizer[kind] / shards;
+    savings->push_back({size, 2.0 * size * p_.host_seconds_per_byte});
+  }
+  // Recompute or offload the activations: the lower convex hull of the two points.
+  Saving points[2];
+  int number = 0;
+  const double kept = p_.kind_kept[kind];
+  if (kept >= 0.0) {
+    points[number++] = {count * (p_.kind_activation[kind] - kept) * tokens,
+                        count * p_.kind_forward[kind] * share};
+  }
+  if (p_.offload_activations > 0.0) {
+    const double per_token = count * p_.kind_activation[kind];
     const double away = tokens - top(degree, std::min<int64_t>(cap, 2));
-    for (int64_t kind = 0; kind < p_.kinds; ++kind) {
-      const double count = counts[kind * stride + g.end] - counts[kind * stride + g.begin];
-      if (count <= 0.0) continue;
-      if (p_.offload_optimizer > 0.0) {
-        const double size = count * p_.kind_optimizer[kind] / shards;
-        items.push_back({size, 2.0 * size * p_.host_seconds_per_byte});
-      }
-      // Recompute or offload the activations: the lower convex hull of the two points.
-      Item points[2];
-      int number = 0;
-      const double kept = p_.kind_kept[kind];
-      if (kept >= 0.0) {
-        points[number++] = {count * (p_.kind_activation[kind] - kept) * tokens,
-                            count * p_.kind_forward[kind] * share};
-      }
-      if (p_.offload_activations > 0.0) {
-        const double per_token = count * p_.kind_activation[kind];
-        points[number++] = {per_token * away,
-                            2.0 * per_token * p_.total_tokens * share * p_.host_seconds_per_byte};
-      }
-      if (number == 2) {
-        if (points[0].bytes > points[1].bytes) std::swap(points[0], points[1]);
-        Item &small = points[0], &large = points[1];
-        const Item step{large.bytes - small.bytes, large.seconds - small.seconds};
-        const bool keep_small = small.bytes > 0.0 && step.bytes > 0.0 && step.seconds > 0.0 &&
-                                small.seconds * step.bytes < step.seconds * small.bytes;
-        if (keep_small) {
-          large = step;
-        } else if (step.bytes > 0.0 || small.seconds >= large.seconds) {
-          points[0] = large;
-          number = 1;
-        } else {
-          number = 1;
-        }
-      }
-      for (int i = 0; i < number; ++i) {
-        if (points[i].bytes > 0.0) items.push_back(points[i]);
-      }
+    points[number++] = {per_token * away,
+                        2.0 * per_token * p_.total_tokens * share * p_.host_seconds_per_byte};
+  }
+  if (number == 2) {
+    if (points[0].bytes > points[1].bytes) std::swap(points[0], points[1]);
+    const Saving small = points[0], large = points[1];
+    const Saving step{large.bytes - small.bytes, large.seconds - small.seconds};
+    if (step.seconds <= 0.0 || small.bytes <= 0.0) {
+      points[0] = large;  // more bytes for no more time
+      number = 1;
+    } else if (step.bytes <= 0.0) {
+      number = 1;  // the same bytes for more time
+    } else if (small.seconds * step.bytes < step.seconds * small.bytes) {
+      points[1] = step;
+    } else {
+      points[0] = large;  // the smaller one is above the line to the larger
+      number = 1;
     }
   }
-  std::sort(items.begin(), items.end(),
-            [](const Item& a, const Item& b) { return a.seconds * b.bytes < b.seconds * a.bytes; });
+  for (int i = 0; i < number; ++i) savings->push_back(points[i]);
+}
+
+double GroupModel::cheapest(std::vector<Saving>* savings, double excess) {
+  std::sort(savings->begin(), savings->end(), [](const Saving& a, const Saving& b) {
+    return a.seconds * b.bytes < b.seconds * a.bytes;
+  });
   double seconds = 0.0;
-  for (const Item& item : items) {
-    if (item.bytes <= 0.0) continue;
-    if (item.bytes >= excess) return seconds + item.seconds * (excess / item.bytes);
-    seconds += item.seconds;
-    excess -= item.bytes;
+  for (const Saving& saving : *savings) {
+    if (saving.bytes <= 0.0) continue;
+    if (saving.bytes >= excess) return seconds + saving.seconds * (excess / saving.bytes);
+    seconds += saving.seconds;
+    excess -= saving.bytes;
   }
   return kInfinity;
+}
+
+double GroupModel::optimisation(const Group& g, double excess) const {
+  thread_local std::vector<Saving> savings;
+  savings.clear();
+  const int64_t degree = g.last - g.first, stride = p_.steps + 1;
+  for (int side = 0; side < 2; ++side) {
+    const double* counts = side == 0 ? p_.front_count_prefix : p_.back_count_prefix;
+    const int64_t entry = side == 0 ? p_.front[g.begin] : p_.back[g.end];
+    for (int64_t kind = 0; kind < p_.kinds; ++kind) {
+      const double count = counts[kind * stride + g.end] - counts[kind * stride + g.begin];
+      if (count > 0.0) add_savings(kind, count, entry, degree, &savings);
+    }
+  }
+  return cheapest(&savings, excess);
 }
 
 double GroupModel::update(const Group& g) const {

@@ -89,6 +89,18 @@ struct Group {
   int64_t begin, end, first, last;
 };
 
+// A thing to do for memory: bytes that it saves, seconds that it takes.
+struct Saving {
+  double bytes, seconds;
+};
+
+// One run of units on devices that hold others besides, as in plans of any shape.
+struct Chunk {
+  int64_t begin, end;  // steps of a straight pipeline
+  const int64_t* holders;
+  int64_t degree;
+};
+
 // Parts of a group's cost, in seconds, and its bytes on each device.
 struct GroupCost {
   double wait = 0, work = 0, tail = 0, late = 0, optimisation = 0, update = 0;
@@ -108,6 +120,10 @@ class GroupModel {
   // All parts, without limits. A group that cannot fit has an infinite `optimisation`.
   GroupCost parts(const Group& group) const;
 
+  // All parts for devices that hold several chunks of a straight pipeline's steps, in order, with
+  // any holders. `inner_hop`: activations come within a server.
+  GroupCost parts(const std::vector<Chunk>& chunks, const int64_t* devices, int64_t count) const;
+
   double update(const Group& group) const;
   bool one_server(int64_t first, int64_t last) const {
     return p_.server[first] == p_.server[last - 1];
@@ -124,6 +140,11 @@ class GroupModel {
   double late(const Group& group) const;
   double bytes(const Group& group) const;
   double optimisation(const Group& group, double excess) const;
+  // Adds what can be saved on `count` units of a kind in a stage that begins at unit `entry`.
+  void add_savings(int64_t kind, double count, int64_t entry, int64_t degree,
+                   std::vector<Saving>* savings) const;
+  static double cheapest(std::vector<Saving>* savings, double excess);
+  double fetch(int64_t device, const std::vector<Chunk>& chunks) const;
   int64_t in_flight(int64_t unit, int64_t degree) const;
   double top(int64_t degree, int64_t count) const;
   bool tied(const Group& g) const {

@@ -273,13 +273,3 @@ MFLEX_API int64_t mflex_planner_feasible(const mflex_planner_problem* problem, i
                                          double extra_budget) {
   return mflex::Search(*problem, groups, extra_budget).feasible() ? 1 : 0;
 }
-
-// Parts of one group's cost: wait, work, tail, late, optimisation, update, bytes, saved.
-MFLEX_API void mflex_planner_group(const mflex_planner_problem* problem, const int64_t* group,
-                                   double* out) {
-  const mflex::GroupModel model(*problem);
-  const mflex::GroupCost c = model.parts({group[0], group[1], group[2], group[3]});
-  const double values[8] = {c.wait,         c.work,   c.tail,  c.late,
-                            c.optimisation, c.update, c.bytes, c.saved};
-  std::copy(values, values + 8, out);
-}

@@ -31,8 +31,7 @@ _DENSE = "models are dense GPT and BERT"
 FLAGS: tuple[Refusal, ...] = (
     # Arrives with re-planning during training.
     _refuse(
-        "flexpipe flexpipe-planner flexpipe-lookahead flexpipe-plans flexpipe-record"
-        " flexpipe-switch flexpipe-unit flexpipe-bitwise flexpipe-trace",
+        "flexpipe flexpipe-planner flexpipe-lookahead flexpipe-unit",
         _STATIC,
         "give it with --flexpipe-plan or --pipeline-model-parallel-size",
     ),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
+from typing import Any
 
 import torch
 
@@ -37,7 +38,7 @@ class PackedBatch:
         if device.type == "cpu":
             return self
         tensors = {f.name: getattr(self, f.name) for f in fields(self)}
-        moved = {
+        moved: dict[str, Any] = {
             name: tensor.to(device, non_blocking=True)
             for name, tensor in tensors.items()
             if isinstance(tensor, torch.Tensor)

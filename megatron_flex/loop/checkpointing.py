@@ -37,7 +37,11 @@ class Checkpoints:
     """Saves and loads one run's state. All workers call each method together."""
 
     def __init__(
-        self, options: CheckpointOptions, world: World, holdings: Holdings, arguments: dict[str, Any]
+        self,
+        options: CheckpointOptions,
+        world: World,
+        holdings: Holdings,
+        arguments: dict[str, Any],
     ) -> None:
         self._options = options
         self._world = world
@@ -93,9 +97,7 @@ class Checkpoints:
         if self._background is not None:
             self._background.close()
 
-    def load(
-        self, schedule: LearningRateSchedule, coefficients: CostCoefficients
-    ) -> Restored:
+    def load(self, schedule: LearningRateSchedule, coefficients: CostCoefficients) -> Restored:
         """Fill the state that the flags name; without a checkpoint the run starts from scratch.
 
         Raises :class:`CheckpointError` naming what does not fit.

@@ -51,6 +51,4 @@ class Reader:
             ) from error
 
     def _read(self, micro_batch: int, inputs: bool, targets: bool) -> PackedBatch:
-        return self._source.packed(
-            self._micro_batches[micro_batch], inputs=inputs, targets=targets
-        )
+        return self._source.packed(self._micro_batches[micro_batch], inputs=inputs, targets=targets)

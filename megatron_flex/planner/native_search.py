@@ -16,7 +16,7 @@ from functools import cached_property
 import numpy as np
 
 from megatron_flex.native import function
-from megatron_flex.planner.cost import Group
+from megatron_flex.planner.cost import Group, GroupCost, PlanCost
 from megatron_flex.planner.tables import Array, IntArray, Shares, Tables, prefix
 
 _LONG, _DOUBLE, _POINTER = ctypes.c_int64, ctypes.c_double, ctypes.c_void_p
@@ -225,6 +225,26 @@ class SearchProblem:
         chunks = tuple(c for c in (front, back) if c[1] > c[0])
         return Group(chunks, tuple(range(first, last)))
 
+    def price(self, groups: Sequence[Group]) -> PlanCost:
+        """:func:`megatron_flex.planner.cost.plan_cost`, fast. The problem must be straight."""
+        chunks = [c for g in groups for c in g.chunks]
+        holders = [g.of_chunk(i) for g in groups for i in range(len(g.chunks))]
+        arrays = [
+            _offsets([len(g.chunks) for g in groups]),
+            np.array(chunks, dtype=np.int64),
+            _offsets([len(h) for h in holders]),
+            np.array([s for h in holders for s in h], dtype=np.int64),
+            _offsets([len(g.slots) for g in groups]),
+            np.array([s for g in groups for s in g.slots], dtype=np.int64),
+        ]
+        out = np.empty((len(groups), 8))
+        function("mflex_planner_price")(
+            self._address, len(groups), *(a.ctypes.data for a in arrays), out.ctypes.data
+        )
+        costs = tuple(GroupCost(*row) for row in out.tolist())
+        worst = max(max(c.seconds for c in costs), self.tables.chain)
+        return PlanCost(worst + max(c.update for c in costs), self.tables.chain, costs)
+
     def feasible(self, extra_budget: float = 0.0, groups: int = 0) -> bool:
         """Whether any cut fits when every device has ``extra_budget`` more bytes."""
         return bool(function("mflex_planner_feasible")(self._address, groups, extra_budget))
@@ -245,6 +265,10 @@ class SearchProblem:
             else:
                 low = middle
         return high
+
+
+def _offsets(sizes: Sequence[int]) -> IntArray:
+    return np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
 
 
 def _prefix_rows(rows: Array) -> Array:

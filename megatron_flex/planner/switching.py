@@ -27,7 +27,7 @@ import numpy as np
 
 from megatron_flex.planner.build import ModelCosts
 from megatron_flex.planner.plan import Plan
-from megatron_flex.planner.tables import Array, Arrivals
+from megatron_flex.planner.tables import Array, Arrivals, BoolArray
 from megatron_flex.schedule.slabs import slab_holders
 
 SwitchMode = Literal["live", "handover", "stall", "restart"]
@@ -238,7 +238,8 @@ def arrivals(costs: ModelCosts, running: Running) -> Arrivals:
     size_of: Array = costs.travelling
     if costs.options.shard_optimizer:
         size_of = size_of - costs.optimizer * (1.0 - 1.0 / degree)
-    on_server = held.reshape(cluster.servers, cluster.devices_per_server, -1).any(axis=1)
+    by_server = held.reshape(cluster.servers, cluster.devices_per_server, -1)
+    on_server: BoolArray = np.logical_or.reduce(by_server, axis=1)
     classes: dict[tuple[bytes, int, float], int] = {}
     first: list[int] = []  # a device of each class
     device_class = []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -298,7 +299,8 @@ class Executor:
         )
 
     def _update_or_skip(self, run: _Run, op: UpdateOrSkip) -> None:
-        assert run.result is not None and run.inputs.step_size is not None
+        assert run.result is not None
+        assert run.inputs.step_size is not None
         slab = self._gradient(run, op.slab)
         self._wait_arrived(op.slab)
         self._states.left(op.slab)
@@ -337,7 +339,7 @@ class Executor:
             self.holdings.slabs[number].params_from_masters()
 
 
-HANDLERS: dict[type[Instruction], Callable[[Executor, _Run, Instruction], None]] = {
+HANDLERS: dict[type[Instruction], Callable[[Executor, _Run, Any], None]] = {
     Forward: Executor._forward,
     Backward: Executor._backward,
     SendActivation: Executor._send,
@@ -351,7 +353,7 @@ HANDLERS: dict[type[Instruction], Callable[[Executor, _Run, Instruction], None]]
     SendState: Executor._send_state,
     RecvState: Executor._receive_state,
     Drop: Executor._drop,
-}  # type: ignore[dict-item]
+}
 
 
 def reduction_groups(programs: Sequence[Program]) -> set[tuple[int, ...]]:

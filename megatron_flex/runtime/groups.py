@@ -14,11 +14,13 @@ from collections import Counter, OrderedDict
 from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 Ranks = tuple[int, ...]
+Group = Any  # ProcessGroupGloo or ProcessGroupNCCL, whichever this torch was built with
 
 CAPACITY = 24
 """Groups kept. With gloo each takes 7 descriptors and 3 threads."""
@@ -45,7 +47,7 @@ class ReductionGroups:
         self._backend = backend
         self._timeout = timeout
         self._capacity = capacity
-        self._known: OrderedDict[Ranks, Future[dist.Backend] | None] = OrderedDict()
+        self._known: OrderedDict[Ranks, Future[Group] | None] = OrderedDict()
         self._made: Counter[Ranks] = Counter()
         self._previous: list[Ranks] = []
         self._maker = ThreadPoolExecutor(1, "groups")
@@ -85,7 +87,8 @@ class ReductionGroups:
                 f"the process group {ranks} was not made within {seconds:.0f} s: is one of its"
                 " workers stuck?"
             ) from error
-        return group.allreduce([tensor])
+        work: dist.Work = group.allreduce([tensor])
+        return work
 
     @property
     def size(self) -> int:
@@ -96,7 +99,7 @@ class ReductionGroups:
         """Wait for what the thread is doing, and end it."""
         self._maker.shutdown(wait=True)
 
-    def _make(self, ranks: Ranks, number: int) -> dist.Backend:
+    def _make(self, ranks: Ranks, number: int) -> Group:
         name = f"reduction/{','.join(map(str, ranks))}/{number}"
         store = dist.PrefixStore(name, self._store)
         place, size = ranks.index(self._rank), len(ranks)
@@ -107,5 +110,5 @@ class ReductionGroups:
         return dist.ProcessGroupGloo(store, place, size, self._timeout)
 
     @staticmethod
-    def _destroy(future: Future[dist.Backend]) -> None:
+    def _destroy(future: Future[Group]) -> None:
         future.result().shutdown()

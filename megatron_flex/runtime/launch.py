@@ -59,10 +59,8 @@ def _join(rank: int, size: int, backend: str, timeout: timedelta) -> dist.Store:
         store, _, _ = next(rendezvous("env://", timeout=timeout))
         # torchrun keeps its store over restarts; keys of an earlier attempt must not be met.
         store = dist.PrefixStore(attempt(), store)
-        dist.init_process_group(
-            backend, store=store, rank=rank, world_size=size, timeout=timeout
-        )
-        own = store.clone()
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
+        own: dist.Store = store.clone()  # type: ignore[attr-defined]
         own.set_timeout(STORE_TIMEOUT)
         return own
     except (RuntimeError, ValueError) as error:

@@ -76,9 +76,7 @@ class Buffers:
     sums: torch.Tensor | None
 
     @classmethod
-    def allocate(
-        cls, numel: int, dtype: torch.dtype, device: torch.device, exact: bool
-    ) -> Buffers:
+    def allocate(cls, numel: int, dtype: torch.dtype, device: torch.device, exact: bool) -> Buffers:
         """New memory, all zero."""
         state = torch.zeros(3 * numel, device=device)
         mixed = dtype != torch.float32
@@ -144,7 +142,7 @@ class Slab:
         for entry in self.layout.entries:
             parameter = torch.nn.Parameter(self.view(self.params, entry))
             if self.mixed:
-                parameter.grad_dtype = torch.float32  # type: ignore[attr-defined]
+                parameter.grad_dtype = torch.float32
             parameter.grad = self.view(grads, entry)
             bound[entry.name] = parameter
         return bound

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,7 @@ from megatron_flex.runtime.executor import (
 )
 from megatron_flex.runtime.holdings import Holdings
 from megatron_flex.runtime.optimizer import OptimizerConfig, StepSize
+from megatron_flex.runtime.slab import Slab
 from megatron_flex.runtime.world import World
 from megatron_flex.schedule.instructions import Backward, Program, ReduceGradient
 from megatron_flex.schedule.transition import transition
@@ -129,7 +131,7 @@ def train(
             program = inject(fault, holdings, program, world.rank, first=not broken)
             broken = True
         inputs = StepInputs(
-            lambda m, inputs, targets, parts=parts: packed(config, parts[m], masked),
+            partial(_read, config, parts, masked),
             batch.denominators,
             StepSize(learning_rate=1e-3, weight_decay=0.1),
         )
@@ -142,13 +144,26 @@ def train(
     return Outcome(tuple(results), state, holdings.updates)
 
 
+def _read(
+    config: ModelConfig,
+    parts: tuple[MicroBatch, ...],
+    masked: frozenset[int],
+    micro_batch: int,
+    inputs: bool,
+    targets: bool,
+) -> PackedBatch:
+    return packed(config, parts[micro_batch], masked)
+
+
 def _loss_tokens(batch: GlobalBatch, masked: frozenset[int]) -> int:
-    return sum(
-        int(n) for i, n in enumerate(batch.lengths) if batch.first_sample + i not in masked
-    )
+    return sum(int(n) for i, n in enumerate(batch.lengths) if batch.first_sample + i not in masked)
 
 
-def merge(outcomes: list[Outcome]) -> tuple[tuple[StepResult, ...], dict[str, torch.Tensor]]:
+Merged = tuple[tuple[StepResult, ...], dict[str, torch.Tensor]]
+"""A whole run: results, and all state by name."""
+
+
+def merge(outcomes: list[Outcome]) -> Merged:
     """One run's losses and its whole state. Every tensor must have exactly one owner."""
     state: dict[str, torch.Tensor] = {}
     for outcome in outcomes:
@@ -161,8 +176,8 @@ def merge(outcomes: list[Outcome]) -> tuple[tuple[StepResult, ...], dict[str, to
 
 
 def assert_same(
-    actual: tuple[tuple[StepResult, ...], dict[str, torch.Tensor]],
-    expected: tuple[tuple[StepResult, ...], dict[str, torch.Tensor]],
+    actual: Merged,
+    expected: Merged,
 ) -> None:
     """Losses to 1e-6 relative; weights and moments tensor by tensor."""
     for number, (a, e) in enumerate(zip(actual[0], expected[0], strict=True)):
@@ -181,9 +196,7 @@ def assert_same(
         )
 
 
-def inject(
-    fault: str, holdings: Holdings, program: Program, rank: int, *, first: bool
-) -> Program:
+def inject(fault: str, holdings: Holdings, program: Program, rank: int, *, first: bool) -> Program:
     """Break something on purpose; the comparison with one process must notice."""
     if fault == "lost moments of one bias":
         for slab in holdings if first else ():
@@ -200,8 +213,8 @@ def inject(
     elif fault == "norm counted twice":
         for slab in holdings:
             if slab.index == holdings.config.layers.tied_slab:
-                honest = type(slab).squared_norm
-                slab.squared_norm = lambda s=slab: 2 * honest(s)  # type: ignore[method-assign]
+                twice = partial(_doubled_norm, slab)
+                slab.squared_norm = twice  # type: ignore[method-assign]
     elif fault == "missing reduction":
         lists = tuple(
             tuple(i for i in ops if not isinstance(i, ReduceGradient) or i.slab != 2)
@@ -213,6 +226,10 @@ def inject(
     else:
         raise ValueError(fault)
     return program
+
+
+def _doubled_norm(slab: Slab) -> torch.Tensor:
+    return 2 * Slab.squared_norm(slab)
 
 
 def _forgetful_backward(executor: Executor, run: Any, op: Any) -> None:

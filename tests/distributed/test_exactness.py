@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -25,10 +26,10 @@ SEVEN = replace(jobs.TINY, num_layers=7, hidden_size=16, ffn_hidden_size=32, kv_
 THIRTY = replace(SEVEN, num_layers=30)
 MODELS = {"tied": TIED, "untied": UNTIED, "7 layers": SEVEN, "30 layers": THIRTY}
 
-_references: dict[tuple[ModelConfig, str], object] = {}
+_references: dict[tuple[ModelConfig, str], jobs.Merged] = {}
 
 
-def reference(workers: WorkerPool, config: ModelConfig, **options: object) -> object:
+def reference(workers: WorkerPool, config: ModelConfig, **options: Any) -> jobs.Merged:
     """One process's run, made once for each model and set of options."""
     key = (config, repr(sorted(options.items(), key=str)))
     if key not in _references:
@@ -38,7 +39,7 @@ def reference(workers: WorkerPool, config: ModelConfig, **options: object) -> ob
 
 
 def same_as_one_process(
-    workers: WorkerPool, config: ModelConfig, plan: str, size: int, **options: object
+    workers: WorkerPool, config: ModelConfig, plan: str, size: int, **options: Any
 ) -> None:
     expected = reference(workers, config, **options)
     jobs.assert_same(jobs.merge(workers.run(size, jobs.train, config, plan, **options)), expected)
@@ -95,5 +96,5 @@ def test_gpipe_equals_one_process(workers: WorkerPool) -> None:
 def test_the_comparison_notices(workers: WorkerPool, fault: str) -> None:
     expected = reference(workers, TIED)
     broken = workers.run(3, jobs.train, TIED, "0:3@0,1 | 3:8@2", fault=fault)
-    with pytest.raises(AssertionError, match="(loss|norm) of iteration"):
+    with pytest.raises(AssertionError, match=r"(loss|norm) of iteration"):
         jobs.assert_same(jobs.merge(broken), expected)

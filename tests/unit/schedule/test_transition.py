@@ -120,9 +120,7 @@ def test_sending_is_spread_by_bytes() -> None:
 @given(SWITCHES, st.integers(1, 4))
 def test_a_source_on_the_same_server_is_preferred(drawn: SwitchCase, server: int) -> None:
     layers = drawn.layers
-    switch = transition(
-        drawn.switch.plan, drawn.switch.next_plan, layers, server_size=server
-    )
+    switch = transition(drawn.switch.plan, drawn.switch.next_plan, layers, server_size=server)
     before = holders(switch.plan, layers)
     for move in switch.moves:
         near = {d for d in before[move.slab] if d // server == move.target // server}

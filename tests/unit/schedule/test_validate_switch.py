@@ -203,7 +203,11 @@ def test_a_joiner_left_out_by_all_is_refused() -> None:
         _, step, reduce = find(broken, ReduceGradient, slab=2, on=device)
         broken = put(broken, device, step, replace(reduce, group=(0, 1)))
     broken = without(broken, *find(broken, ReduceGradient, slab=2, on=3)[:2])
-    assert refused(broken, "slab 2 is held by devices 0, 1, 3|slab 2 is not reduced")[0] in (0, 1, 3)
+    assert refused(broken, "slab 2 is held by devices 0, 1, 3|slab 2 is not reduced")[0] in (
+        0,
+        1,
+        3,
+    )
 
 
 def test_a_joiner_that_does_not_come_to_the_reduction_is_refused() -> None:

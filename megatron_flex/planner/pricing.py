@@ -1,0 +1,149 @@
+"""The price of a plan for one batch: seconds by the closed form, bytes, and the O_plan that fits it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+
+from megatron_flex.planner.build import Batch, ModelCosts
+from megatron_flex.planner.cost import Group, PlanCost, saving_steps
+from megatron_flex.planner.decision import Predicted
+from megatron_flex.planner.native_search import SearchProblem
+from megatron_flex.planner.optimise import GroupOptimisation, o_plan, optimise
+from megatron_flex.planner.plan import OPlan, Plan
+from megatron_flex.planner.plans import groups_of
+from megatron_flex.planner.simulation import Prediction, predict
+from megatron_flex.planner.switching import Switch
+
+
+@dataclass(frozen=True)
+class Price:
+    """A plan with its O_plan for one batch.
+
+    Attributes:
+        plan: its ``o_plan`` is the one built here.
+        seconds: the iteration by the closed form, memory optimisation included; infinite when the
+            plan does not fit even with it.
+        missing: bytes that the fullest device lacks before memory optimisation.
+        shortfall: bytes that it still lacks with all that is allowed.
+        parts: what each group does for its memory.
+        device_bytes: peak on each device of the world.
+    """
+
+    plan: Plan
+    seconds: float
+    missing: float
+    shortfall: float
+    parts: tuple[GroupOptimisation, ...]
+    device_bytes: tuple[float, ...]
+
+    @property
+    def fits(self) -> bool:
+        """Whether every device fits."""
+        return math.isfinite(self.seconds)
+
+    def predicted(self, change: Switch | None, simulated: Prediction | None = None) -> Predicted:
+        """As a decision reports it."""
+        seconds, size = self.seconds, self.device_bytes
+        swap = sum(p.swap_seconds for p in self.parts)
+        if simulated is not None:
+            # The schedule knows recompute; the wait for the host comes on top.
+            seconds = simulated.seconds + max((p.swap_seconds for p in self.parts), default=0.0)
+            size = simulated.device_bytes
+        return Predicted(
+            seconds=seconds,
+            switch_seconds=0.0 if change is None else change.seconds,
+            recompute_seconds=sum(p.recompute_seconds for p in self.parts),
+            swap_seconds=swap,
+            device_bytes=size,
+            recomputed_bytes=sum(p.recomputed for p in self.parts),
+            offloaded_bytes=sum(p.offloaded for p in self.parts),
+            simulated=simulated is not None,
+        )
+
+
+class Pricer:
+    """Prices plans for one way of cutting one batch; ``costs`` must be of single units."""
+
+    def __init__(self, costs: ModelCosts, batch: Batch) -> None:
+        if costs.num_elements != costs.layers.num_units:
+            raise ValueError("plans are priced by unit: give the costs of single units")
+        self.costs = costs
+        self.batch = batch
+        self._known: dict[tuple[object, ...], Price] = {}
+
+    @cached_property
+    def problem(self) -> SearchProblem:
+        """The tables of the batch, without a current plan."""
+        return SearchProblem(self.costs.tables(self.batch))
+
+    def price(self, plan: Plan) -> Price:
+        """The price of a plan's layout; its own O_plan is replaced by the cheapest that fits."""
+        if plan.stages not in self._known:
+            self._known[plan.stages] = self._price(plan)
+        return self._known[plan.stages]
+
+    def simulate(self, price: Price, stop: float = math.inf) -> Prediction | None:
+        """The schedule's own simulation of a priced plan, with its O_plan."""
+        return predict(self.costs, price.plan, self.batch, stop=stop)
+
+    def _price(self, plan: Plan) -> Price:
+        tables = self.problem.tables
+        groups = groups_of(tables, plan)
+        cost = self.problem.price(groups)
+        missing = max(c.missing for c in cost.groups)
+        if missing <= 0:
+            parts = (GroupOptimisation(),) * len(groups)
+        else:
+            parts = tuple(
+                optimise(tables, g) if c.missing > 0 else GroupOptimisation()
+                for g, c in zip(groups, cost.groups, strict=True)
+            )
+        seconds = _seconds(cost, parts)
+        shortfall = 0.0
+        optimisation: OPlan | None = None
+        if math.isfinite(seconds):
+            optimisation = o_plan(tables, parts)
+        else:
+            shortfall = self._shortfall(plan)
+        size = self._device_bytes(groups, cost, parts)
+        return Price(
+            Plan(plan.stages, optimisation or OPlan()), seconds, missing, shortfall, parts, size
+        )
+
+    def _device_bytes(
+        self, groups: tuple[Group, ...], cost: PlanCost, parts: tuple[GroupOptimisation, ...]
+    ) -> tuple[float, ...]:
+        size = [0.0] * self.costs.cluster.world_size
+        for group, terms, part in zip(groups, cost.groups, parts, strict=True):
+            for slot in group.slots:
+                size[self.problem.tables.devices[slot]] = (
+                    terms.bytes - part.recomputed - part.offloaded
+                )
+        return tuple(size)
+
+    def _shortfall(self, plan: Plan) -> float:
+        """Bytes that the fullest group lacks after all that memory optimisation can save."""
+        tables = self.problem.tables
+        groups = groups_of(tables, plan)
+        worst = 0.0
+        for group, terms in zip(groups, self.problem.price(groups).groups, strict=True):
+            saved = sum(
+                size
+                for number, (begin, end) in enumerate(group.chunks)
+                for element in range(begin, end)
+                for size, _ in saving_steps(tables, begin, element, len(group.of_chunk(number)))
+                if size > 0
+            )
+            worst = max(worst, terms.missing - saved)
+        return worst
+
+
+def _seconds(cost: PlanCost, parts: tuple[GroupOptimisation, ...]) -> float:
+    """The iteration with whole elements optimised, instead of the searches' relaxation."""
+    worst = max(
+        c.wait + c.work + c.tail + part.seconds
+        for c, part in zip(cost.groups, parts, strict=True)
+    )
+    return max(worst, cost.chain) + max(c.update for c in cost.groups)
