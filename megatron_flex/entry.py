@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Mapping
 from typing import Any, NoReturn
@@ -21,6 +22,8 @@ def pretrain_main(architecture: Architecture) -> NoReturn:
     """Read the command line, train, and end the process."""
 
     def main() -> None:
+        # Must be set before torch is imported. Its C++ warnings come with stack traces.
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
         for message in _SAID_FOR_NOTHING:
             warnings.filterwarnings("ignore", message=message)
         config = parse(architecture=architecture, saved_values=_saved_values)

@@ -65,7 +65,8 @@ SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "mflex_varlen_by_lanes": (None, [*(_POINTER,) * 3, *(_LONG,) * 3, _INT, _LONG, _LONG]),
     # parallel.cpp
     "mflex_available_threads": (_INT, []),
-    # planner_price.cpp, planner_search.cpp, planner_shares.cpp
+    # planner_hbsa.cpp, planner_price.cpp, planner_search.cpp, planner_shares.cpp
+    "mflex_planner_hbsa": (_DOUBLE, [_POINTER, _LONG, *(_POINTER,) * 3]),
     "mflex_planner_search": (_LONG, [_POINTER, _LONG, _POINTER, _POINTER]),
     "mflex_planner_feasible": (_LONG, [_POINTER, _LONG, _DOUBLE]),
     "mflex_planner_price": (None, [_POINTER, _LONG, *(_POINTER,) * 7]),

@@ -11,8 +11,9 @@ import torch
 from megatron_flex.arguments import dump
 from megatron_flex.checkpoint.errors import CheckpointError
 from megatron_flex.config.config import Config
-from megatron_flex.data.batches import BatchSource, GlobalBatch
+from megatron_flex.data.batches import BatchSource
 from megatron_flex.data.errors import DataError
+from megatron_flex.data.global_batch import GlobalBatch
 from megatron_flex.learning_rate import LearningRateSchedule, ScheduleError
 from megatron_flex.loop.assemble import Parts, assemble
 from megatron_flex.loop.checkpointing import Checkpoints, resumed_iteration

@@ -6,9 +6,20 @@
 #include "chunks.h"
 #include "copies.h"
 #include "parallel.h"
+#include "stream_copy.h"
 
 namespace mflex {
 namespace {
+
+void copy_chunk(const Chunks& chunks, int64_t i, char* target, const char* source) {
+  const int64_t at = chunks.begin(i), bytes = chunks.size(i);
+  if (chunks.bytes < kStreamBytes) {
+    std::memcpy(target + at, source + at, static_cast<size_t>(bytes));
+  } else {
+    stream_copy(target + at, source + at, bytes);
+    stream_fence();
+  }
+}
 
 int64_t now_ns() {
   timespec time;
@@ -69,7 +80,7 @@ MFLEX_API void mflex_chunked_write(const char* source, char* target, int64_t byt
   const mflex::Chunks chunks{bytes, chunk_bytes};
   mflex::for_each_chunk(chunks, threads, [&](int64_t i) {
     __atomic_exchange_n(&flags[i], uint64_t{0}, __ATOMIC_ACQ_REL);
-    std::memcpy(target + chunks.begin(i), source + chunks.begin(i), chunks.size(i));
+    mflex::copy_chunk(chunks, i, target, source);
     __atomic_store_n(&flags[i], version, __ATOMIC_RELEASE);
     return true;
   });
@@ -83,7 +94,7 @@ MFLEX_API int64_t mflex_chunked_read(const char* source, char* target, int64_t b
   mflex::for_each_chunk(chunks, threads, [&](int64_t i) {
     const uint64_t before = mflex::wait_for(&flags[i], version, timeout_ns);
     if (before == version) {
-      std::memcpy(target + chunks.begin(i), source + chunks.begin(i), chunks.size(i));
+      mflex::copy_chunk(chunks, i, target, source);
       // Written again while it was read: what was copied may be a mixture.
 #if !defined( \
     MFLEX_SANITIZED)  // ThreadSanitizer knows no fences; the flag's own load suffices for it

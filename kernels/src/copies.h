@@ -14,7 +14,8 @@ MFLEX_API void mflex_segment_copy(const int64_t* sources, const int64_t* targets
 MFLEX_API int64_t mflex_segment_tiles(const int64_t* sizes, int64_t count, int64_t tile_bytes,
                                       int64_t* first_tile);
 
-// `count` elements of fp32 to bfloat16, round to nearest even; NaN becomes `nan_bits`.
+// `count` elements of fp32 to bfloat16, round to nearest even; NaN becomes `nan_bits`. Elements are
+// aligned to their own size.
 MFLEX_API void mflex_cast_float32_to_bfloat16(const uint32_t* source, uint16_t* target,
                                               int64_t count, uint32_t nan_bits, int32_t threads);
 MFLEX_API void mflex_cast_bfloat16_to_float32(const uint16_t* source, uint32_t* target,

@@ -4,6 +4,7 @@
 #include "copies.h"
 #include "parallel.h"
 #include "segments.h"
+#include "stream_copy.h"
 
 namespace mflex {
 namespace {
@@ -13,7 +14,8 @@ constexpr int64_t kGrain = 256 << 10;
 
 }  // namespace
 
-void copy_range(const Segments& all, const int64_t* first_byte, int64_t begin, int64_t end) {
+void copy_range(const Segments& all, const int64_t* first_byte, int64_t begin, int64_t end,
+                bool stream) {
   for (int64_t s = find_segment(first_byte, all.count, begin); begin < end; ++s) {
     const int64_t offset = begin - first_byte[s];
     const int64_t bytes = std::min(all.sizes[s] - offset, end - begin);
@@ -21,19 +23,24 @@ void copy_range(const Segments& all, const int64_t* first_byte, int64_t begin, i
     char* target = reinterpret_cast<char*>(all.targets[s]) + offset;
     if (all.sources[s] == 0) {
       std::memset(target, 0, static_cast<size_t>(bytes));
+    } else if (stream) {
+      stream_copy(target, reinterpret_cast<const char*>(all.sources[s]) + offset, bytes);
     } else {
       std::memcpy(target, reinterpret_cast<const char*>(all.sources[s]) + offset,
                   static_cast<size_t>(bytes));
     }
     begin += bytes;
   }
+  if (stream) stream_fence();
 }
 
 void copy_segments(const Segments& all, int threads) {
   std::vector<int64_t> first_byte(static_cast<size_t>(all.count) + 1, 0);
   for (int64_t i = 0; i < all.count; ++i) first_byte[i + 1] = first_byte[i] + all.sizes[i];
-  parallel_for(first_byte[all.count], kGrain, threads,
-               [&](int64_t begin, int64_t end) { copy_range(all, first_byte.data(), begin, end); });
+  const int64_t total = first_byte[all.count];
+  parallel_for(total, kGrain, threads, [&](int64_t begin, int64_t end) {
+    copy_range(all, first_byte.data(), begin, end, total >= kStreamBytes);
+  });
 }
 
 }  // namespace mflex

@@ -42,8 +42,9 @@ MFLEX_HD void copy_tile(const Segments& all, int64_t tile, int64_t tile_bytes, i
 }
 
 // CPU form: copies bytes [begin, end) of the segments laid end to end; segment i starts at
-// first_byte[i] of them. A source of 0 stands for zeros.
-void copy_range(const Segments& all, const int64_t* first_byte, int64_t begin, int64_t end);
+// first_byte[i] of them. A source of 0 stands for zeros. With `stream`, past the caches.
+void copy_range(const Segments& all, const int64_t* first_byte, int64_t begin, int64_t end,
+                bool stream);
 
 // CPU form of all segments, on at most `threads` threads (0: all that there are).
 void copy_segments(const Segments& all, int threads);

@@ -2,9 +2,11 @@
 // AddressSanitizer sees one byte too many; segments start at any alignment.
 #include "copies.h"
 
+#include <algorithm>
 #include <cstring>
 
 #include "random.h"
+#include "stream_copy.h"
 
 namespace {
 
@@ -58,9 +60,20 @@ void test_segments(Random& random) {
   CHECK(buffer == expected);
 }
 
+void test_streams(Random& random) {
+  const int64_t size = random.between(0, random.between(0, 3) == 0 ? 100000 : 300);
+  const int64_t shift = random.between(0, 70), other = random.between(0, 70);
+  const std::vector<char> source = random.bytes(shift + size);
+  std::vector<char> target = random.bytes(other + size), expected = target;
+  std::copy(source.begin() + shift, source.end(), expected.begin() + other);
+  mflex::stream_copy(target.data() + other, source.data() + shift, size);
+  mflex::stream_fence();
+  CHECK(target == expected);
+}
+
 void test_casts(Random& random) {
   const bool large = random.between(0, 9) == 0;
-  const int64_t count = random.between(0, large ? 300000 : 70);
+  const int64_t count = random.between(0, large ? 1600000 : 70);
   const int64_t shift = random.between(0, 9), other = random.between(0, 9);
   std::vector<uint32_t> wide(static_cast<size_t>(shift + count)), back(shift + count);
   std::vector<uint16_t> narrow(static_cast<size_t>(other + count)), by_lanes(other + count);

@@ -8,6 +8,7 @@ int main(int count, char** arguments) {
   Random random(static_cast<uint64_t>(seed));
   for (int round = 0; round < rounds; ++round) {
     test_segments(random);
+    test_streams(random);
     test_casts(random);
     test_varlen(random);
     test_chunks(random);

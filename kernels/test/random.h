@@ -39,6 +39,7 @@ class Random {
   } while (0)
 
 void test_segments(Random& random);
+void test_streams(Random& random);
 void test_casts(Random& random);
 void test_varlen(Random& random);
 void test_chunks(Random& random);

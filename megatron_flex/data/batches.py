@@ -3,43 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from megatron_flex.data.errors import DataError
-from megatron_flex.data.keyed import IntArray
+from megatron_flex.data.global_batch import GlobalBatch
 from megatron_flex.data.microbatch import MicroBatch
 from megatron_flex.data.order import Order
 from megatron_flex.data.packed import PackedBatch
 from megatron_flex.data.samples import Row, Samples
-
-
-@dataclass(frozen=True, eq=False)
-class GlobalBatch:
-    """The samples of one iteration.
-
-    Attributes:
-        first_sample: consumed-sample number of the first; the others follow it.
-        lengths: input tokens of each sample, ``[n]`` int64, read-only.
-        denominators: number of targets of the whole batch, one entry a loss: ``(lm,)``, or
-            ``(lm, sentence order)``. Losses are divided by them at their source.
-    """
-
-    first_sample: int
-    lengths: IntArray
-    denominators: tuple[int, ...]
-
-    @property
-    def size(self) -> int:
-        """Number of samples."""
-        return len(self.lengths)
-
-    @property
-    def tokens(self) -> int:
-        """Number of input tokens."""
-        return int(self.lengths.sum())
 
 
 class BatchSource:

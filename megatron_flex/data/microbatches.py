@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_flex.data.batches import GlobalBatch
 from megatron_flex.data.errors import DataError
+from megatron_flex.data.global_batch import GlobalBatch
 from megatron_flex.data.microbatch import MicroBatch, Slice
 
 _TRIES = 4  # bin counts tried with all bins open from the start, before bins are added late

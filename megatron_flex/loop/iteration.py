@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron_flex.config.config import Config
-from megatron_flex.data.batches import BatchSource, GlobalBatch
+from megatron_flex.data.batches import BatchSource
+from megatron_flex.data.global_batch import GlobalBatch
 from megatron_flex.data.microbatch import MicroBatch
 from megatron_flex.data.microbatches import CostCoefficients, cut_by_count, cut_by_tokens
 from megatron_flex.loop.reader import Reader

@@ -58,7 +58,7 @@ class Batch:
 class ModelCosts:
     """All that does not depend on the batch: coefficients and bytes of every element.
 
-    Built once for a run. ``lines[name]`` is ``[3, elements]``: fixed, per token, per token pair.
+    Built once for a run. ``given_points``: other elements than ``options.unit`` means.
     """
 
     config: ModelConfig
@@ -66,6 +66,7 @@ class ModelCosts:
     cluster: Cluster
     options: PlannerOptions
     devices: tuple[int, ...]
+    given_points: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         if not self.devices or len(set(self.devices)) != len(self.devices):
@@ -84,6 +85,8 @@ class ModelCosts:
     @cached_property
     def points(self) -> tuple[int, ...]:
         """First unit of each element, and the number of units."""
+        if self.given_points is not None:
+            return self.given_points
         return cut_points(self.layers, self.options.unit)
 
     @property

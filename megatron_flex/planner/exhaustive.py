@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 
 from megatron_flex.planner.cost import Group, GroupCost, group_cost
 from megatron_flex.planner.native_search import Cut
@@ -68,7 +68,7 @@ def exhaustive(t: Tables, groups: int = 0) -> Cut | None:
             " --flexpipe-unit layer"
         )
 
-    @lru_cache(maxsize=None)
+    @cache
     def cost(block: Block) -> GroupCost:
         group = Group(((block.begin, block.end),), tuple(range(block.first, block.last)))
         return group_cost(t, group)

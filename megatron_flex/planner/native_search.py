@@ -20,22 +20,9 @@ from megatron_flex.planner.cost import Group, GroupCost, PlanCost
 from megatron_flex.planner.tables import Array, IntArray, Shares, Tables, prefix
 
 _LONG, _DOUBLE, _POINTER = ctypes.c_int64, ctypes.c_double, ctypes.c_void_p
-_INTEGERS = (
-    "steps devices kinds classes micro_batches granule extra_in_flight sharded tie_low tie_high"
-).split()
-_DOUBLES = (
-    "tied_state tied_optimizer tied_update tied_reduce chain max_tokens total_tokens buffers"
-    " intra_seconds_per_byte intra_latency inter_seconds_per_byte inter_latency hop_intra hop_inter"
-    " hop_busy_intra hop_busy_inter hide host_seconds_per_byte offload_optimizer"
-    " offload_activations"
-).split()
-_ARRAYS = (
-    "work_prefix front_forward_prefix hide_prefix reduce_prefix state_prefix optimizer_prefix"
-    " front_activation_prefix back_activation_prefix update_prefix front_count_prefix"
-    " back_count_prefix reduce_step transient_step first_forward drain round_trip remaining front back"
-    " kind_forward kind_activation kind_kept kind_optimizer share top_offset top_tokens server"
-    " budget device_class fetch_bytes fetch_seconds handover_seconds spare"
-).split()
+_INTEGERS = ["steps", "devices", "kinds", "classes", "micro_batches", "granule", "extra_in_flight", "sharded", "tie_low", "tie_high"]
+_DOUBLES = ["tied_state", "tied_optimizer", "tied_update", "tied_reduce", "chain", "max_tokens", "total_tokens", "buffers", "intra_seconds_per_byte", "intra_latency", "inter_seconds_per_byte", "inter_latency", "hop_intra", "hop_inter", "hop_busy_intra", "hop_busy_inter", "hide", "host_seconds_per_byte", "offload_optimizer", "offload_activations"]
+_ARRAYS = ["work_prefix", "front_forward_prefix", "hide_prefix", "reduce_prefix", "state_prefix", "optimizer_prefix", "front_activation_prefix", "back_activation_prefix", "update_prefix", "front_count_prefix", "back_count_prefix", "reduce_step", "transient_step", "first_forward", "drain", "round_trip", "remaining", "front", "back", "kind_forward", "kind_activation", "kind_kept", "kind_optimizer", "share", "top_offset", "top_tokens", "server", "budget", "device_class", "fetch_bytes", "fetch_seconds", "handover_seconds", "spare"]
 
 
 class _Problem(ctypes.Structure):
@@ -224,6 +211,25 @@ class SearchProblem:
         back = (int(self.back[end]), int(self.back[begin]))
         chunks = tuple(c for c in (front, back) if c[1] > c[0])
         return Group(chunks, tuple(range(first, last)))
+
+    def partition(
+        self, stages: int, bounds: tuple[int, int, int, int], hops: tuple[float, float]
+    ) -> tuple[Group, ...] | None:
+        """The paper's search: exactly ``stages`` stages on all devices, of least eq. 1.
+
+        Args:
+            bounds: least and most elements of a stage, least and most devices.
+            hops: seconds of a mean micro-batch's activation and gradient between stages, within a
+                server and between servers.
+        """
+        out = np.zeros(4 * stages, dtype=np.int64)
+        limits, seconds = np.array(bounds, dtype=np.int64), np.array(hops)
+        time = function("mflex_planner_hbsa")(
+            self._address, stages, limits.ctypes.data, seconds.ctypes.data, out.ctypes.data
+        )
+        if not math.isfinite(time):
+            return None
+        return tuple(self.group(*row) for row in out.reshape(stages, 4).tolist())
 
     def price(self, groups: Sequence[Group]) -> PlanCost:
         """:func:`megatron_flex.planner.cost.plan_cost`, fast. The problem must be straight."""

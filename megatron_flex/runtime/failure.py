@@ -27,6 +27,10 @@ GRACE = 2.0
 """Seconds that a worker which lost its peers leaves to the one with the cause, and to a launcher
 that ends the others by itself. With neither, it ends by itself afterwards."""
 
+LINGER = 1.0
+"""Seconds that a failed worker waits if its process hosts the job's store, so that workers which
+fail of the same cause hear of it."""
+
 _KEY = "first failure"
 
 
@@ -41,13 +45,13 @@ class FirstFailure:
         store: a client of the job's store that nothing else uses (a wait of another thread would
             block it); ``None`` for a job of one worker.
         rank: this worker.
-        grace: see :data:`GRACE`.
+        hosts: whether the store ends with this process.
     """
 
-    def __init__(self, store: dist.Store | None, rank: int, grace: float = GRACE) -> None:
+    def __init__(self, store: dist.Store | None, rank: int, *, hosts: bool = False) -> None:
         self._store = store
         self._rank = rank
-        self._grace = grace
+        self._hosts = hosts
 
     @contextmanager
     def watch(self) -> Iterator[None]:
@@ -63,9 +67,12 @@ class FirstFailure:
                 raise
             words = describe(error)
             lost_peer = isinstance(error, CommunicationError)
-            if not lost_peer and self._claim(words):
+            rank, first = self._look() if lost_peer else self._claim(words)
+            if rank == self._rank:
+                if self._hosts:
+                    time.sleep(LINGER)
                 raise
-            rank, first = self._give_way()
+            self._give_way()
             if first == words:
                 raise SystemExit(1) from error
             if first and lost_peer:
@@ -74,28 +81,31 @@ class FirstFailure:
                 ) from error
             raise
 
-    def _claim(self, words: str) -> bool:
-        """Whether this worker is the first; its words are then known to the others."""
-        mine = json.dumps([self._rank, words])
+    def _claim(self, words: str) -> tuple[int, str]:
+        """Rank and words of the first failure: this one, if there is none before it."""
         assert self._store is not None
         try:
-            return bool(self._store.compare_set(_KEY, "", mine).decode() == mine)
+            first = self._store.compare_set(_KEY, "", json.dumps([self._rank, words]))
+            return tuple(json.loads(first))
         except RuntimeError:  # the store's host is gone: nobody can tell, so speak
-            return True
+            return self._rank, words
 
-    def _give_way(self) -> tuple[int, str]:
-        """Wait, and give the first failure's rank and words, empty if there are none."""
-        # The launcher ends the other workers of a failed one with SIGTERM; that is no time to save.
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        time.sleep(self._grace)
+    def _look(self) -> tuple[int, str]:
+        """Rank and words of the first failure; -1 if nobody said anything."""
         assert self._store is not None
         try:
             if self._store.check([_KEY]):
-                rank, words = json.loads(self._store.get(_KEY))
-                return int(rank), str(words)
+                return tuple(json.loads(self._store.get(_KEY)))
         except RuntimeError:
             pass
         return -1, ""
+
+    @staticmethod
+    def _give_way() -> None:
+        """Leave the floor to the worker with the cause, and to the launcher."""
+        # The launcher ends the other workers of a failed one with SIGTERM; that is no time to save.
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        time.sleep(GRACE)
 
 
 def describe(error: BaseException) -> str:

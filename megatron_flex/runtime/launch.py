@@ -43,7 +43,8 @@ def start(
     failure = FirstFailure(None, rank)
     if size > 1:
         store = _join(rank, size, backend or ("nccl" if cuda else "gloo"), timeout)
-        failure = FirstFailure(store, rank)
+        hosts = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+        failure = FirstFailure(store, rank, hosts=hosts)
     with failure.watch():
         return World.create(device, timeout), failure
 

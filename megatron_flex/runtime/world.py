@@ -98,6 +98,10 @@ class World:
         dist.all_reduce(tensor, group=self.control)
         return float(tensor.item())
 
+    def slowest(self, seconds: float) -> float:
+        """The largest of all workers' times, on every worker."""
+        return self.max(round(seconds * 1e9)) / 1e9
+
     def max(self, value: int) -> int:
         """The largest ``value`` of all workers, on every worker."""
         if self.control is None:

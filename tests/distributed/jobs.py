@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from megatron_flex.data.batches import GlobalBatch
+from megatron_flex.data.global_batch import GlobalBatch
 from megatron_flex.data.microbatch import MicroBatch
 from megatron_flex.data.microbatches import CostCoefficients, cut_by_tokens
 from megatron_flex.data.packed import PackedBatch

@@ -102,7 +102,8 @@ def test_a_killed_worker_ends_the_job_without_saving(tmp_path: Path, victim: int
     port = free_port()
     with Job(tmp_path / "job") as job:
         flags = [*ENDLESS, *saving(tmp_path / "checkpoints"), "--exit-signal-handler"]
-        job.start("pretrain_gpt.py", flags, size=3, port=port)
+        # Worker 0 holds the store here, and takes it along.
+        job.start("pretrain_gpt.py", flags, size=3, port=port, agent=False)
         job.wait_for("iteration        2/", 2)
         start = time.monotonic()
         job.signal(victim, signal.SIGKILL)
@@ -294,9 +295,7 @@ def test_a_read_only_data_directory_is_enough(tmp_path: Path) -> None:
     before = sorted((p, p.stat().st_mtime_ns) for p in (data, *data.iterdir()))
     data.chmod(0o555)  # no hindrance for root, hence the comparison
     try:
-        flags = on_disk(prefix, "--flexpipe-plan", "0:6@0,1")
-        flags = [f for f in flags if f not in ("--pipeline-model-parallel-size", "2")]
-        with Job(tmp_path / "job").start("pretrain_gpt.py", flags, size=2) as job:
+        with Job(tmp_path / "job").start("pretrain_gpt.py", on_disk(prefix), size=2) as job:
             assert job.wait() == [0, 0]
     finally:
         data.chmod(0o755)

@@ -1,14 +1,19 @@
 """Real workers for tests: the entry points as processes of their own, with their exit statuses.
 
 They are forked from a server that has imported torch and megatron-core already, so a job starts in
-a second instead of ten. Everything else is as under a launcher such as srun: one process a worker,
-which finds its place in the environment and ends by itself.
+a second instead of ten. Everything else is as under torchrun, which holds the key-value store, or
+as under srun, where the first worker holds it: one process a worker, which finds its place in the
+environment and ends by itself.
 """
 
 from __future__ import annotations
 
 import multiprocessing
 import os
+
+# As entry.py, which comes too late for workers that have imported torch.
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+
 import signal
 import socket
 import sys
@@ -17,6 +22,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
+
+import torch.distributed as dist
 
 from tests.distributed.pool import PRELOAD
 
@@ -32,6 +39,7 @@ class Job:
 
     directory: Path
     processes: list[ForkServerProcess] = field(default_factory=list)
+    _store: dist.TCPStore | None = None
 
     def start(
         self,
@@ -40,6 +48,7 @@ class Job:
         *,
         size: int = 1,
         port: int | None = None,
+        agent: bool = True,
         environment: Mapping[str, str] | None = None,
         delays: Sequence[float] = (),
         before: Callable[[int], None] | None = None,
@@ -48,6 +57,7 @@ class Job:
 
         Args:
             port: where they meet; default one that is free.
+            agent: hold the store here, as torchrun does.
             environment: further variables.
             delays: worker ``i`` begins ``delays[i]`` seconds late.
             before: called with the rank before the script runs, to break something.
@@ -56,12 +66,15 @@ class Job:
         context.set_forkserver_preload(PRELOAD)  # the pool's server, if it runs already
         self.directory.mkdir(parents=True, exist_ok=True)
         port = free_port() if port is None else port
+        meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)} if size > 1 else {}
+        if size > 1 and agent:
+            self._store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+            meeting |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
         for rank in range(size):
             place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size)}
-            place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)} if size > 1 else {}
             place["TORCHELASTIC_ERROR_FILE"] = str(self.error_file(rank))
             late = delays[rank] if rank < len(delays) else 0.0
-            values = place | dict(environment or {})
+            values = place | meeting | dict(environment or {})
             arguments = (script, list(argv), values, str(self.log(rank)), late, before)
             process = context.Process(target=_worker, args=arguments, daemon=True)
             process.start()
@@ -118,6 +131,7 @@ class Job:
             if process.is_alive():
                 process.kill()
             process.join(10)
+        self._store = None
 
 
 def free_port() -> int:

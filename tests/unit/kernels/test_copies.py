@@ -185,6 +185,21 @@ def test_the_gpus_indexing_of_casts_equals_pytorch_bit_for_bit(
     assert torch.equal(_bits(wide[shift:]), _bits(expected.to(torch.float32)))
 
 
+@pytest.mark.parametrize(("shift", "other", "threads"), [(0, 0, 1), (1, 3, 2), (3, 31, 3)])
+def test_casts_too_large_for_the_caches_equal_pytorch_bit_for_bit(
+    shift: int, other: int, threads: int
+) -> None:
+    generator = torch.Generator().manual_seed(shift)
+    bits = torch.randint(-(2**31), 2**31, (1_500_007 + shift,), generator=generator)
+    source = bits.to(torch.int32).view(torch.float32)[shift:]
+    narrow = torch.zeros(other + source.numel(), dtype=torch.bfloat16)[other:]
+    kernels.cast_copy(source, narrow, threads)
+    assert torch.equal(_bits(narrow), _bits(source.to(torch.bfloat16)))
+    wide = torch.zeros(shift + source.numel())[shift:]
+    kernels.cast_copy(narrow, wide, threads)
+    assert torch.equal(_bits(wide), _bits(narrow.to(torch.float32)))
+
+
 @pytest.mark.soak
 def test_all_fp32_values_round_as_in_pytorch() -> None:
     for start in range(-(2**31), 2**31, 2**26):

@@ -1,0 +1,139 @@
+"""Plans worth pricing for one batch: the exact search's, V templates, the current one, the static one."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from megatron_flex.planner.build import Batch, ModelCosts
+from megatron_flex.planner.decision import Infeasible
+from megatron_flex.planner.native_search import Cut, SearchProblem, v_steps
+from megatron_flex.planner.plan import Plan
+from megatron_flex.planner.plans import plan_of
+from megatron_flex.planner.pricing import Price, Pricer
+from megatron_flex.planner.switching import Running, Switch, arrivals, switch
+from megatron_flex.planner.tables import Arrivals
+
+V_FIRST_PASS = (0.35, 0.5, 0.65)
+"""Parts of the work that the first pass of a V template covers (flexpipe.md section 6)."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A plan for one way of cutting the batch, priced, with the switch that leads to it.
+
+    ``origin`` says where it comes from: ``current``, ``static``, ``search``, ``v`` or ``hbsa``.
+    """
+
+    price: Price
+    micro_batching: int
+    change: Switch | None
+    origin: str
+
+    @property
+    def plan(self) -> Plan:
+        """The plan with its O_plan."""
+        return self.price.plan
+
+    @property
+    def switch_seconds(self) -> float:
+        """Seconds of the switch."""
+        return 0.0 if self.change is None else self.change.seconds
+
+    @property
+    def seconds(self) -> float:
+        """Iteration and switch."""
+        return self.price.seconds + self.switch_seconds
+
+    @property
+    def moved(self) -> float:
+        """Bytes that the switch moves."""
+        return 0.0 if self.change is None else self.change.moved
+
+
+class Finder:
+    """Finds and prices candidates for the ways of cutting one batch.
+
+    Args:
+        units: costs of single units, for prices.
+        elements: costs of what stages are cut between, for searches.
+        batches: the ways of cutting the batch to micro-batches.
+    """
+
+    def __init__(self, units: ModelCosts, elements: ModelCosts, batches: Sequence[Batch]) -> None:
+        if not batches:
+            raise ValueError("the planner needs at least one way of cutting the batch")
+        self.units = units
+        self.elements = elements
+        self.pricers = tuple(Pricer(units, batch) for batch in batches)
+
+    def best_of(self, plan: Plan, running: Running | None, origin: str) -> Candidate:
+        """A plan with the micro-batching that suits it best; it need not fit."""
+        change = None if running is None else switch(self.units, running, plan)
+        found = [
+            Candidate(pricer.price(plan), i, change, origin)
+            for i, pricer in enumerate(self.pricers)
+        ]
+        return min(found, key=lambda c: (c.seconds, c.price.shortfall, c.micro_batching))
+
+    def searched(
+        self, running: Running | None, stages: Sequence[int] = (0,), *, switching: bool = True
+    ) -> Iterator[Candidate]:
+        """Plans of the exact search, and in a V where that is asked for.
+
+        Args:
+            running: what the plans are priced against.
+            stages: searches with at most so many stages each; 0 for any number.
+            switching: the search itself knows what arrives late (else: the best plan to be on).
+        """
+        late = None if running is None or not switching else arrivals(self.elements, running)
+        bounds = [self._bound(pricer.batch) for pricer in self.pricers]
+        best = math.inf
+        for i in sorted(range(len(bounds)), key=bounds.__getitem__):
+            if bounds[i] >= best:
+                break
+            for plan, origin in self._plans(self.pricers[i].batch, late, stages):
+                change = None if running is None else switch(self.units, running, plan)
+                candidate = Candidate(self.pricers[i].price(plan), i, change, origin)
+                best = min(best, candidate.seconds)
+                yield candidate
+
+    def _bound(self, batch: Batch) -> float:
+        """No plan for this micro-batching is faster (flexpipe.md section 6)."""
+        coefficients = (self.units.forward + self.units.backward).sum(axis=1)
+        alone = coefficients[0] + coefficients[1] * batch.tokens + coefficients[2] * batch.squares
+        return max(float(alone.sum()) / len(self.units.devices), float(alone.max()))
+
+    def _plans(
+        self, batch: Batch, late: Arrivals | None, stages: Sequence[int]
+    ) -> Iterator[tuple[Plan, str]]:
+        tables = self.elements.tables(batch, late)
+        straight = SearchProblem(tables)
+        cuts: list[tuple[Cut | None, str]] = [(straight.search(n), "search") for n in stages]
+        if self.elements.options.v and tables.num_elements > 1:
+            for first_pass in V_FIRST_PASS:
+                template = SearchProblem(tables, v_steps(tables.work, first_pass))
+                cuts.append((template.search(), "v"))
+        for cut, origin in cuts:
+            if cut is not None:
+                yield plan_of(tables, cut.groups), origin
+
+    def infeasible(self) -> Infeasible:
+        """Why nothing fits, with the least shortfall over the ways of cutting the batch."""
+        best: tuple[int, float] | None = None
+        for pricer in self.pricers:
+            short = SearchProblem(self.elements.tables(pricer.batch)).shortfall()
+            if best is None or short < best[0]:
+                best = (short, float(pricer.batch.tokens.max()))
+        assert best is not None
+        short, tokens = best
+        allowed = "with recompute and offload" if self.units.options.memory_optimisation else ""
+        return Infeasible(
+            f"no plan fits: with a largest micro-batch of {tokens:.0f} tokens every one of"
+            f" {len(self.units.devices)} devices lacks {short} bytes ({short / 1e9:.3f} GB) of"
+            f" {self.units.budget:.0f} {allowed}".rstrip()
+            + "; raise --flexpipe-memory-budget-gb, lower --micro-batch-tokens, limit samples with"
+            " --max-sample-length and --overlong, or use more devices",
+            short,
+        )

@@ -1,0 +1,188 @@
+"""Look-ahead: the best sequence of plans over the next K batches, switches included.
+
+The lengths of coming batches are known from the index, so the best sequence is a shortest path over
+(iteration, candidate plan). Candidates are the exact search's plans for each batch (any number of
+stages, and some fixed ones), HBSA's own sequence, the running plan and the static one. An edge costs
+the switch between two plans; it uses the memory that the earlier batch leaves under the earlier
+plan, and ends only in plans that the later batch fits.
+
+A window ends with the switch back to the static plan (its terminal cost). With it the rolling
+sequence is never worse than the static plan: continuing as planned and then returning is always
+one of the next window's paths. All of this holds for predicted costs, by the closed form.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megatron_flex.planner.build import Batch
+from megatron_flex.planner.candidates import Candidate, Finder
+from megatron_flex.planner.decision import Decision
+from megatron_flex.planner.hbsa import Hbsa
+from megatron_flex.planner.plan import Plan
+from megatron_flex.planner.planner import Planner, running_of
+from megatron_flex.planner.switching import Running, switch
+
+MAX_CANDIDATES = 32
+
+
+@dataclass(frozen=True)
+class Path:
+    """A sequence of plans for a window of batches.
+
+    Attributes:
+        plans: the candidate of each batch, priced for it.
+        iterations: seconds of all iterations.
+        switches: seconds of all switches, the first one included.
+        terminal: seconds of the switch back to the static plan after the window.
+    """
+
+    plans: tuple[Candidate, ...]
+    iterations: float
+    switches: float
+    terminal: float
+
+    @property
+    def seconds(self) -> float:
+        """All of it."""
+        return self.iterations + self.switches + self.terminal
+
+
+class Lookahead:
+    """Plans a window of batches at a time.
+
+    Args:
+        planner: model, cluster and options (``options.lookahead`` is not read: a window is as long
+            as the batches given).
+        static: the plan to return to; it must fit every batch, or the guarantee against it is void.
+        hbsa: its sequence is among the candidates, unless ``None``.
+    """
+
+    def __init__(self, planner: Planner, static: Plan, hbsa: Hbsa | None = None) -> None:
+        self.planner = planner
+        self.static = Plan(static.stages)
+        self.hbsa = hbsa
+        self._edges: dict[tuple[object, ...], float] = {}
+
+    def decide(self, window: Sequence[Sequence[Batch]], running: Running | None) -> Decision:
+        """The decision for the first batch of the window: the first plan of the best path.
+
+        Args:
+            window: for each coming batch, the ways of cutting it to micro-batches.
+            running: the iteration before; ``None`` at the start.
+
+        Raises:
+            Infeasible: no plan fits the first batch. (Later batches that fit no plan end the
+                window before them.)
+        """
+        finders = [self.planner.finder(ways) for ways in window]
+        path = self.best_path(finders, running)
+        if path is None:
+            raise finders[0].infeasible()
+        first = path.plans[0]
+        found = [first]
+        if running is not None:
+            found.append(finders[0].best_of(running.plan, running, "current"))
+        found += finders[0].searched(running)
+        return self.planner.choose(finders[0], found, running, settled=first)
+
+    def best_path(self, finders: Sequence[Finder], running: Running | None) -> Path | None:
+        """The shortest path; ``None`` when nothing fits the first batch."""
+        layers = self._candidates(finders, running)
+        # best[plan] = (seconds, path so far, running state) of the cheapest way to run it now.
+        best: list[tuple[float, float, float, tuple[Candidate, ...]]] = []
+        for number, layer in enumerate(layers):
+            if not layer:
+                break
+            reached = []
+            for candidate in layer:
+                own = candidate.price.seconds
+                if number == 0:
+                    change = 0.0 if running is None else self._edge(running, candidate.plan)
+                    reached.append((own + change, own, change, (candidate,)))
+                    continue
+                options = []
+                for total, iterations, switches, plans in best:
+                    edge = self._edge(self._running(plans[-1]), candidate.plan)
+                    options.append(
+                        (total + edge + own, iterations + own, switches + edge, (*plans, candidate))
+                    )
+                reached.append(min(options, key=lambda o: (o[0], len(o[3][-1].plan.stages))))
+            best = reached
+        if not best:
+            return None
+        ends = []
+        for _, iterations, switches, plans in best:
+            back = self._edge(self._running(plans[-1]), self.static)
+            ends.append(Path(plans, iterations, switches, back))
+        return min(ends, key=lambda p: p.seconds)
+
+    def path_of(
+        self, finders: Sequence[Finder], running: Running | None, plans: Sequence[Plan]
+    ) -> Path:
+        """The price of a given sequence of plans, by the same costs; infinite if one does not fit."""
+        found = [f.best_of(plan, None, "given") for f, plan in zip(finders, plans, strict=True)]
+        iterations = sum(c.price.seconds for c in found)
+        switches = 0.0
+        if math.isfinite(iterations):
+            if running is not None:
+                switches += self._edge(running, found[0].plan)
+            for one, other in zip(found, found[1:], strict=False):
+                switches += self._edge(self._running(one), other.plan)
+            terminal = self._edge(self._running(found[-1]), self.static)
+        else:
+            terminal = 0.0
+        return Path(tuple(found), iterations, switches, terminal)
+
+    def hbsa_plans(self, finders: Sequence[Finder], running: Running | None) -> list[Plan]:
+        """HBSA's own sequence over the window, each decision from the plan before it."""
+        assert self.hbsa is not None
+        plans = []
+        for finder in finders:
+            try:
+                decision = self.hbsa.decide(finder.pricers[0].batch, running)
+            except ValueError:
+                break
+            plans.append(Plan(decision.plan.stages))
+            running = self._running(finder.best_of(decision.plan, None, "hbsa"))
+        return plans
+
+    def _running(self, candidate: Candidate) -> Running:
+        return running_of(self.planner.units, candidate.price)
+
+    def _edge(self, running: Running, plan: Plan) -> float:
+        if running.plan.stages == plan.stages:
+            return 0.0
+        key = (running.plan.stages, plan.stages, running.seconds, running.spare)
+        if key not in self._edges:
+            self._edges[key] = switch(self.planner.units, running, plan).seconds
+        return self._edges[key]
+
+    def _candidates(
+        self, finders: Sequence[Finder], running: Running | None
+    ) -> list[list[Candidate]]:
+        """Every candidate plan that fits, for every batch."""
+        plans: list[Plan] = [self.static]
+        if running is not None:
+            plans.append(Plan(running.plan.stages))
+        if self.hbsa is not None:
+            plans += self.hbsa_plans(finders, running)
+        devices = len(self.planner.units.devices)
+        some = [0] + [1 << i for i in range(devices.bit_length()) if 1 << i < devices]
+        found: list[list[Plan]] = []
+        for number, finder in enumerate(finders):
+            start = running if number == 0 else None
+            found.append([Plan(c.plan.stages) for c in finder.searched(start, some)])
+            if number == 0 and running is not None:
+                found[-1] += [Plan(c.plan.stages) for c in finder.searched(None)]
+        # In turn from each batch, so that a limit cuts all alike.
+        for rank in range(max(map(len, found), default=0)):
+            plans += [row[rank] for row in found if rank < len(row)]
+        kept = list(dict.fromkeys(plans))[:MAX_CANDIDATES]
+        layers = []
+        for finder in finders:
+            priced = [finder.best_of(plan, None, "window") for plan in kept]
+            layers.append([c for c in priced if c.price.fits])
+        return layers

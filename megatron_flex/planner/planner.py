@@ -1,0 +1,278 @@
+"""The planner's front: given the coming batches and what runs now, a decision.
+
+    planner = Planner(config, profile, cluster, PlannerOptions())
+    decision = planner.decide([[batch]], running)
+
+Everything is a value: equal input gives an equal decision, on every rank.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from megatron_flex.cluster.cluster import Cluster
+from megatron_flex.cluster.profile import Profile
+from megatron_flex.model.config import ModelConfig
+from megatron_flex.planner.build import Batch, ModelCosts
+from megatron_flex.planner.candidates import Candidate, Finder
+from megatron_flex.planner.decision import Decision, Infeasible, Predicted, Reason, action_of
+from megatron_flex.planner.options import PlannerOptions
+from megatron_flex.planner.plan import Plan, PlanError
+from megatron_flex.planner.pricing import Price
+from megatron_flex.planner.simulation import Prediction
+from megatron_flex.planner.static import static_plan
+from megatron_flex.planner.switching import Running
+
+TIE = 1e-6
+"""Costs this close (relative) are equal."""
+
+
+@dataclass(frozen=True)
+class Judged:
+    """A candidate with what decides: its simulated (or closed-form) time and switch."""
+
+    candidate: Candidate
+    simulated: Prediction | None
+
+    @property
+    def predicted(self) -> Predicted:
+        """As reported."""
+        return self.candidate.price.predicted(self.candidate.change, self.simulated)
+
+
+class Planner:
+    """Plans for one model on one cluster.
+
+    Args:
+        config: the model.
+        profile: what its units cost on the cluster's devices.
+        cluster: devices and links.
+        options: what the user chose.
+        devices: devices that may be used, servers next to each other; default all.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        profile: Profile,
+        cluster: Cluster,
+        options: PlannerOptions,
+        devices: Sequence[int] | None = None,
+    ) -> None:
+        chosen = tuple(range(cluster.world_size)) if devices is None else tuple(devices)
+        self.options = options
+        self.elements = ModelCosts(config, profile, cluster, options, chosen)
+        self.units = (
+            self.elements
+            if options.unit == "block"
+            else ModelCosts(config, profile, cluster, replace(options, unit="block"), chosen)
+        )
+
+    def finder(self, batches: Sequence[Batch]) -> Finder:
+        """For candidates of one batch; warns where the profile is extrapolated."""
+        return Finder(self.units, self.elements, batches)
+
+    def running(self, plan: Plan, batch: Batch, seconds: float | None = None) -> Running:
+        """What is known of an iteration of ``plan`` on ``batch`` while it runs.
+
+        ``seconds``: its measured time; default the predicted one.
+        """
+        price = self.finder([batch]).pricers[0].price(plan)
+        return running_of(self.units, price, seconds)
+
+    @cached_property
+    def even_plans(self) -> tuple[Plan, ...]:
+        """The static plans of every even layout, cut by cost."""
+        world = len(self.units.devices)
+        costs = self.elements
+        plans = []
+        for stages in range(1, world + 1):
+            if world % stages == 0 and stages <= costs.num_elements:
+                plan = static_plan(costs.config, stages, world, unit=self.options.unit)
+                plans.append(_on_devices(plan, self.units.devices))
+        return tuple(plans)
+
+    def best_static(self, batches: Sequence[Sequence[Batch]]) -> Plan:
+        """The one plan that takes least time over all given batches and fits each of them.
+
+        Out of every even layout and of the exact search's plan for each batch.
+        """
+        finders = [self.finder(ways) for ways in batches]
+        plans = list(self.even_plans)
+        for finder in finders:
+            plans.extend(c.plan for c in finder.searched(None))
+        best, best_seconds = None, math.inf
+        for plan in dict.fromkeys(Plan(p.stages) for p in plans):
+            total = 0.0
+            for finder in finders:
+                total += finder.best_of(plan, None, "static").price.seconds
+                if total >= best_seconds:
+                    break
+            if total < best_seconds:
+                best, best_seconds = plan, total
+        if best is None:
+            for finder in finders:
+                if not any(c.price.fits for c in finder.searched(None)):
+                    raise finder.infeasible()
+            raise PlanError(
+                "no single plan fits all batches; plan every iteration, or limit the longest sample"
+            )
+        return best
+
+    def decide(
+        self,
+        batches: Sequence[Batch],
+        running: Running | None,
+        others: Sequence[tuple[Plan, str]] = (),
+    ) -> Decision:
+        """The best plan for the next iteration, whatever follows it.
+
+        Args:
+            batches: the ways of cutting its batch to micro-batches.
+            running: the iteration before it; ``None`` at the start.
+            others: further plans to consider, with where they come from.
+
+        Raises:
+            Infeasible: no plan fits.
+        """
+        finder = self.finder(batches)
+        found = list(finder.searched(running))
+        if running is not None:
+            found += finder.searched(running, switching=False)
+            found.append(finder.best_of(running.plan, running, "current"))
+        found += [finder.best_of(plan, running, origin) for plan, origin in others]
+        return self.choose(finder, found, running)
+
+    def choose(
+        self,
+        finder: Finder,
+        found: Sequence[Candidate],
+        running: Running | None,
+        settled: Candidate | None = None,
+    ) -> Decision:
+        """Simulate the best few candidates and decide between them.
+
+        ``settled``: it has been chosen for what comes after, and is only compared.
+        """
+        current = None if running is None else running.plan
+        kept = next((c for c in found if current and c.plan.stages == current.stages), None)
+        ranked = sorted(_distinct(found), key=lambda c: _rank(c, current, c.seconds))
+        ranked = [c for c in ranked if c.price.fits]
+        if not ranked:
+            raise finder.infeasible()
+        few = ranked[: max(1, self.options.simulations)]
+        if settled is not None:
+            settled = next(c for c in ranked if c.plan.stages == settled.plan.stages)
+            few = [settled, *(c for c in few[:2] if c is not settled)]
+        if kept is not None and kept.price.fits and kept not in few:
+            few.append(kept)
+        judged = [self._judge(finder, c) for c in few]
+        judged.sort(key=lambda j: _rank(j.candidate, current, j.predicted.total))
+        best = judged[0]
+        mine = next((j for j in judged if kept is not None and j.candidate == kept), None)
+        if settled is not None:
+            best = next(j for j in judged if j.candidate is settled)
+        elif mine is not None and best is not mine:
+            saved = mine.predicted.total - best.predicted.total
+            if saved < self.options.margin * mine.predicted.total:
+                best = mine
+        second = next((j for j in judged if j is not best), None)
+        target = best
+        if mine is best and second is not None:
+            target = second  # conditions compare the current plan with the best other one
+        return Decision(
+            plan=best.candidate.plan,
+            action=action_of(current, best.candidate.plan),
+            micro_batching=best.candidate.micro_batching,
+            predicted=best.predicted,
+            reasons=conditions(self.units, kept, mine, target, self.options.margin),
+            current=None if mine is None else mine.predicted,
+            runner_up=None if second is None else (second.candidate.plan, second.predicted),
+            budget=self.units.budget,
+            planner=self.options.planner,
+        )
+
+    def _judge(self, finder: Finder, candidate: Candidate) -> Judged:
+        if self.options.simulations == 0:
+            return Judged(candidate, None)
+        pricer = finder.pricers[candidate.micro_batching]
+        return Judged(candidate, pricer.simulate(candidate.price))
+
+
+def running_of(costs: ModelCosts, price: Price, seconds: float | None = None) -> Running:
+    """An iteration as the next switch sees it."""
+    spare = tuple(max(0.0, costs.budget - size) for size in price.device_bytes)
+    return Running(price.plan, price.seconds if seconds is None else seconds, spare)
+
+
+def conditions(
+    costs: ModelCosts,
+    kept: Candidate | None,
+    mine: Judged | None,
+    other: Judged,
+    margin: float,
+) -> tuple[Reason, ...]:
+    """Conditions A to D of the paper, device by device instead of in total.
+
+    ``kept`` is the current plan (``mine``: judged, when it fits), ``other`` the plan that it is
+    compared with. Without a current plan there is nothing to compare.
+    """
+    if kept is None:
+        return ()
+    price, budget = kept.price, costs.budget
+    needed = budget + price.missing if price.missing > 0 else max(price.device_bytes)
+    a = price.missing <= 0
+    reasons = [
+        Reason("A", "the batch fits the current plan: bytes of its fullest device <= budget",
+               needed, budget, "bytes", a),
+    ]  # fmt: skip
+    if not a:
+        after = budget + price.shortfall if price.shortfall > 0 else max(price.device_bytes)
+        reasons.append(
+            Reason("C", "memory optimisation makes it fit: bytes after it <= budget",
+                   after, budget, "bytes", price.fits)
+        )  # fmt: skip
+    if mine is not None:
+        switched, stayed = other.predicted.total, mine.predicted.total
+        text = "switching does not pay: other plan and switch >= current plan"
+        if a:
+            reasons.append(Reason("B", text, switched, stayed, "seconds", switched >= stayed))
+        else:
+            text += " with recompute and swap"
+            reasons.append(Reason("D", text, switched, stayed, "seconds", switched >= stayed))
+        bar = (1.0 - margin) * stayed
+        reasons.append(
+            Reason("margin", f"a switch saves at least {margin:.1%}: other plan and switch <= bar",
+                   switched, bar, "seconds", switched <= bar)
+        )  # fmt: skip
+    return tuple(reasons)
+
+
+def _rank(
+    candidate: Candidate, current: Plan | None, seconds: float
+) -> tuple[float, bool, float, int, str]:
+    """Ties in this order: cost (1e-6 relative), keep, fewest bytes moved, fewest stages, text."""
+    rounded = math.inf
+    if math.isfinite(seconds) and seconds > 0:
+        rounded = round(math.log(seconds) / TIE)
+    away = current is None or candidate.plan.stages != current.stages
+    return rounded, away, candidate.moved, len(candidate.plan.stages), str(candidate.plan)
+
+
+def _distinct(found: Sequence[Candidate]) -> list[Candidate]:
+    """One candidate for each layout and micro-batching."""
+    return list({(c.plan.stages, c.micro_batching): c for c in reversed(found)}.values())
+
+
+def _on_devices(plan: Plan, devices: Sequence[int]) -> Plan:
+    """The plan with its devices numbered by slot."""
+    return Plan(
+        tuple(replace(s, group=tuple(devices[d] for d in s.group)) for s in plan.stages),
+        plan.o_plan,
+    )
+
+
+__all__ = ["Infeasible", "Planner", "running_of"]
