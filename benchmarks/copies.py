@@ -22,6 +22,7 @@ import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -115,9 +116,9 @@ def casts(size: int, threads: int, repeats: int) -> None:
         ("bf16 to fp32", narrow, wide),
     ):
         arms: dict[str, Arm] = {
-            "kernel": lambda s=source, t=target: kernels.cast_copy(s, t, threads),
+            "kernel": partial(kernels.cast_copy, source, target, threads),
             "memcpy": plain,
-            "pytorch": lambda s=source, t=target: t.copy_(s),
+            "pytorch": partial(target.copy_, source),
         }
         row(f"cast {name}, {count / 1e6:.0f} M elements", traffic, interleaved(arms, repeats))
 

@@ -6,6 +6,7 @@ the interpreter lock. On CUDA each is one launch on the current stream. Sizes ar
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
 from functools import cache
 from itertools import accumulate
@@ -145,12 +146,28 @@ def write_chunks(
     chunk_bytes: int,
     threads: int = 1,
 ) -> None:
-    """Copy host memory chunk by chunk; each chunk's flag becomes ``version`` when it is there.
+    """Copy into host memory chunk by chunk; each chunk's flag becomes ``version`` when it is there.
 
     ``target`` and ``flags`` (int64, one for each chunk, 0 at first) may be shared with another
     process. Versions are above 0 and grow. While a chunk is written its flag is 0.
+
+    ``source`` may lie on a GPU when ``target`` and ``flags`` are registered with
+    :func:`register_host`; the call then returns at once, and the copy runs on the current stream.
     """
     size = _check_chunks(source, target, flags, version, chunk_bytes)
+    if source.device.type != "cpu":
+        addresses = [_device_address(source.device, tensor) for tensor in (target, flags)]
+        _cuda(
+            "chunked_write",
+            source.device,
+            source.data_ptr(),
+            addresses[0],
+            size,
+            chunk_bytes,
+            addresses[1],
+            version,
+        )
+        return
     native.function("mflex_chunked_write")(
         source.data_ptr(),
         target.data_ptr(),
@@ -198,6 +215,17 @@ def read_chunks(
             f"chunk {-1 - result} of {total} was replaced by a version after {version} before it"
             " was read: the writer must wait for its readers"
         )
+
+
+def register_host(memory: Tensor) -> None:
+    """Pin host memory that exists already and map it for the GPU, until :func:`unregister_host`."""
+    code = native.function("mflex_cuda_host_register")(memory.data_ptr(), memory.nbytes)
+    _check_cuda("host_register", code)
+
+
+def unregister_host(memory: Tensor) -> None:
+    """Undo :func:`register_host`, before the memory goes."""
+    _check_cuda("host_unregister", native.function("mflex_cuda_host_unregister")(memory.data_ptr()))
 
 
 @cache
@@ -251,10 +279,20 @@ def _check_chunks(
             f"{source.nbytes} bytes in chunks of {chunk_bytes} need {chunks} int64 flags, not"
             f" {flags.numel()} of {flags.dtype}"
         )
-    for tensor in (source, target, flags):
-        if tensor.device.type != "cpu" or not tensor.is_contiguous():
-            raise ValueError("a chunked copy is between contiguous tensors in host memory")
+    if target.device.type != "cpu" or flags.device.type != "cpu":
+        raise ValueError("the target and the flags of a chunked copy lie in host memory")
+    if not (source.is_contiguous() and target.is_contiguous() and flags.is_contiguous()):
+        raise ValueError("a chunked copy is between contiguous tensors")
     return source.nbytes
+
+
+def _device_address(device: torch.device, memory: Tensor) -> int:
+    """Where the device sees registered host memory."""
+    address = ctypes.c_void_p()
+    with torch.cuda.device(device):
+        code = native.function("mflex_cuda_host_address")(memory.data_ptr(), ctypes.byref(address))
+    _check_cuda("host_address", code)
+    return address.value or 0
 
 
 def _cuda(name: str, device: torch.device, *arguments: int) -> None:
@@ -262,6 +300,10 @@ def _cuda(name: str, device: torch.device, *arguments: int) -> None:
     with torch.cuda.device(device):
         stream = torch.cuda.current_stream(device).cuda_stream
         code = native.function(f"mflex_cuda_{name}")(*arguments, stream)
+    _check_cuda(name, code)
+
+
+def _check_cuda(name: str, code: int) -> None:
     if code:
         text = native.function("mflex_cuda_error_text")(code).decode()
-        raise RuntimeError(f"the CUDA kernel {name} failed: {text}")
+        raise RuntimeError(f"{name} failed on CUDA: {text}")

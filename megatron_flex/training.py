@@ -20,7 +20,9 @@ from megatron_flex.loop.checkpointing import Checkpoints, resumed_iteration
 from megatron_flex.loop.evaluation import evaluate
 from megatron_flex.loop.iteration import Iterations, cost_coefficients
 from megatron_flex.loop.measures import StallMeter, bubble
-from megatron_flex.loop.plans import Choice, Recording, open_plans
+from megatron_flex.loop.memory import check_memory, memory_of_worker
+from megatron_flex.loop.open_plans import open_plans
+from megatron_flex.loop.plans import Choice, Recording
 from megatron_flex.loop.stopping import Stopping
 from megatron_flex.model.attention import check_attention
 from megatron_flex.model.config import loss_names
@@ -68,6 +70,8 @@ def pretrain(config: Config) -> None:
             parts = assemble(config)
             try:
                 check_attention(parts.model, world.device)
+                longest, memory = config.data.max_sample_length, memory_of_worker(world.device)
+                check_memory(parts.model, parts.plan, parts.train, longest, memory)
             except ValueError as error:
                 raise SystemExit(str(error)) from error
             trainer = Trainer(config, world, parts)
@@ -90,7 +94,7 @@ class Trainer:
         if config.flexpipe.flexpipe_switch == "restart":
             check_restartable()
         first = resumed_iteration(config.checkpoint)
-        self.plans = open_plans(config, parts.model, parts.plan)
+        self.plans = open_plans(config, parts, world, first)
         self.choice = self.plans.at(first)
         plan = self.choice.plan
         exact = config.flexpipe.flexpipe_bitwise
@@ -207,6 +211,7 @@ class Trainer:
             batch,
             StepSize(rate, self.schedule.weight_decay),
             following=following.plan,
+            late=following.late,
             signals=self._signals,
             count_zeros=self.config.logging.log_num_zeros_in_grad,
         )
@@ -232,14 +237,16 @@ class Trainer:
         )
         if self.progress_log is not None:
             self.progress_log.iteration(flops, batch.tokens)
-        extra, notes = self._layout(current, result, time.perf_counter() - began)
+        elapsed = time.perf_counter() - began
+        self.plans.measured(self.progress.iteration - 1, elapsed)
+        extra, notes = self._layout(current, result, elapsed)
         params_norm = self._params_norm() if self.config.logging.log_params_norm else None
         log_memory = self.speaks and self.config.logging.log_memory_to_tensorboard
         self.recorder.iteration(
             IterationRecord(
                 iteration=self.progress.iteration,
                 consumed_samples=self.progress.consumed_samples,
-                elapsed=time.perf_counter() - began,
+                elapsed=elapsed,
                 learning_rate=rate,
                 global_batch_size=batch.size,
                 losses=dict(zip(loss_names(self.parts.model), result.losses, strict=True)),
@@ -257,7 +264,7 @@ class Trainer:
                 time=time.time(),
             )
         )
-        changes = following.plan != self.iterations.plan
+        changes = following.plan.stages != self.iterations.plan.stages
         self.choice = following
         if changes:  # only where a switch is a restart: the others have switched by now
             self._restart()

@@ -238,6 +238,33 @@ def parse(data: Mapping[str, Any], where: str = "cluster") -> Cluster:
     )
 
 
+def description(cluster: Cluster) -> dict[str, Any]:
+    """The fields that :func:`parse` makes an equal cluster from; JSON and YAML can hold them."""
+    device = cluster.device
+    return {
+        "name": cluster.name,
+        "servers": cluster.servers,
+        "devices_per_server": cluster.devices_per_server,
+        "reserved_bytes": cluster.reserved,
+        "device": {
+            "name": device.name,
+            "memory_bytes": device.memory,
+            "peak_flops": device.peak_flops,
+            "memory_bytes_per_second": device.memory_bytes_per_second,
+            "matmul": [list(point) for point in device.matmul.points],
+            "attention": [list(point) for point in device.attention.points],
+        },
+        "links": {
+            name: {"bytes_per_second": link.bytes_per_second, "latency": link.latency}
+            for name, link in (
+                ("intra", cluster.intra),
+                ("inter", cluster.inter),
+                ("host", cluster.host),
+            )
+        },
+    }
+
+
 def described() -> tuple[str, ...]:
     """Names of the descriptions in the package."""
     return tuple(sorted(p.stem for p in DESCRIBED.glob("*.yaml")))

@@ -21,6 +21,34 @@ class FlexpipeOptions:
     """Order of the micro-batches on each worker: one forward, one backward; or all forwards
     first."""
 
+    flexpipe: bool = option(False, own=True)
+    """Plan the layout of every iteration anew from its samples' lengths, and switch live."""
+
+    flexpipe_planner: Literal["lookahead", "hbsa", "exhaustive", "static"] = option(
+        "lookahead", own=True
+    )
+    """Who plans: the best sequence over the coming batches; the paper's algorithm; every layout (for
+    a few workers and layers); or the best single layout, which then stays."""
+
+    flexpipe_lookahead: int = option(4, own=True, at_least=1)
+    """Coming batches that are planned together; with --flexpipe-planner static, the batches that
+    the layout is chosen for."""
+
+    flexpipe_unit: Literal["block", "layer"] = option("block", own=True)
+    """What stages are cut between: halves of layers, or whole layers as in the paper."""
+
+    flexpipe_memory_budget_gb: float | None = option(None, own=True, above=0)
+    """Memory of a worker that a plan may fill, in 10^9 bytes. Not set: what --flexpipe-cluster
+    says."""
+
+    flexpipe_cluster: str | None = option(None, own=True)
+    """The devices and links: a described cluster such as a100x16, or a YAML or JSON file. Not set:
+    CPU workers."""
+
+    flexpipe_profile: str | None = option(None, own=True)
+    """Measured costs of the model's parts, from tools/profile_layers.py. Not set: they follow from
+    the description of the cluster."""
+
     flexpipe_plans: str | None = option(None, own=True)
     """File with the layout of every iteration, one a line in the form of --flexpipe-plan; what
     follows a # is ignored, and the last line stays. The run switches between them."""
@@ -30,9 +58,9 @@ class FlexpipeOptions:
     it."""
 
     flexpipe_switch: Literal["live", "handover", "stall", "restart"] = option("live", own=True)
-    """How a layout becomes the next. live: state moves while the iteration computes; handover: after
-    its update; stall: between iterations, while all wait; restart: through a checkpoint in the
-    --save directory, with new process groups. All but live are for comparison."""
+    """How a layout becomes the next. live: state moves while the iteration computes; handover:
+    after its update; stall: between iterations, while all wait; restart: through a checkpoint in
+    the --save directory, with new processes. All but live are for comparison."""
 
     flexpipe_bitwise: bool = option(False, own=True)
     """Sum gradients exactly: losses and weights have the same bits under any layouts and numbers

@@ -29,23 +29,12 @@ _NO_RECOMPUTE = "activations are not recomputed in this version"
 _DENSE = "models are dense GPT and BERT"
 
 FLAGS: tuple[Refusal, ...] = (
-    # Arrives with re-planning during training.
-    _refuse(
-        "flexpipe flexpipe-planner flexpipe-lookahead flexpipe-unit",
-        _STATIC,
-        "give it with --flexpipe-plan or --pipeline-model-parallel-size",
-    ),
     _refuse(
         "flexpipe-no-twin flexpipe-twin-snapshot",
         "there are no host copies of layers in this version",
         "remove it",
     ),
     # Arrives with memory optimisation.
-    _refuse(
-        "flexpipe-memory-budget-gb",
-        "device memory is not budgeted in this version",
-        "lower --micro-batch-tokens, or use more stages",
-    ),
     _refuse(
         "recompute-activations recompute-granularity recompute-method recompute-num-layers"
         " recompute-modules distribute-saved-activations checkpoint-activations",

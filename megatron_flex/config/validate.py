@@ -336,7 +336,21 @@ def _parallel(config: Config) -> Problems:
 
 def _switching(config: Config) -> Problems:
     f = config.flexpipe
-    yield from _without(config, "--flexpipe-plans", f.flexpipe_plans, ("flexpipe_switch",))
+    changing = f.flexpipe or f.flexpipe_plans is not None
+    yield from _without(config, "--flexpipe or --flexpipe-plans", changing, ("flexpipe_switch",))
+    planned = (
+        "flexpipe_planner",
+        "flexpipe_lookahead",
+        "flexpipe_unit",
+        "flexpipe_memory_budget_gb",
+        "flexpipe_cluster",
+        "flexpipe_profile",
+    )
+    yield from _without(config, "--flexpipe", f.flexpipe, planned)
+    if f.flexpipe and f.flexpipe_plans is not None:
+        yield "--flexpipe chooses the plans that --flexpipe-plans would give: remove one of them"
+    if f.flexpipe and config.evaluation.skip_train:
+        yield "--flexpipe has no effect with --skip-train: remove one of them"
     if f.flexpipe_switch == "restart" and not config.checkpoint.save:
         yield "--flexpipe-switch restart goes through checkpoints: give --save and --save-interval"
 

@@ -65,16 +65,21 @@ class Iterations:
         step_size: StepSize,
         *,
         following: Plan,
+        late: frozenset[tuple[int, int]] = frozenset(),
         signals: tuple[bool, ...] = (),
         count_zeros: bool = False,
     ) -> StepResult:
-        """Train on ``batch`` and leave the layout ``following`` behind."""
+        """Train on ``batch`` and leave the layout ``following`` behind.
+
+        ``late``: (slab, device) pairs without room for an early copy, handed over after the update.
+        """
         way = self.config.flexpipe.flexpipe_switch
         change = None
-        if following != self.plan and way != "restart":
+        if following.stages != self.plan.stages and way != "restart":
             layers = self.executor.holdings.config.layers
-            late = frozenset[tuple[int, int]]() if way == "live" else None
-            change = transition(self.plan, following, layers, late=late)
+            change = transition(
+                self.plan, following, layers, late=late if way == "live" else None
+            )
         within = None if way == "stall" else change
         result = self._run(source, batch, StepInputs(
             self._reader, batch.denominators, step_size, signals, count_zeros
@@ -83,6 +88,7 @@ class Iterations:
             if way == "stall":
                 self._stall(change)
             self.executor.holdings.adopt(following)
+        if way != "restart":
             self.plan = following
         return result
 

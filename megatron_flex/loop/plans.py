@@ -6,8 +6,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-from megatron_flex.config.config import Config
-from megatron_flex.model.config import ModelConfig
 from megatron_flex.planner.plan import Plan, PlanError
 
 
@@ -21,12 +19,15 @@ class Choice:
             empty where nobody decided.
         reason: in words.
         seconds: predicted time of an iteration on it, if it was predicted.
+        late: (slab, device) pairs that are handed over after the update of the iteration before,
+            for lack of room for an early copy.
     """
 
     plan: Plan
     action: str = ""
     reason: str = ""
     seconds: float | None = None
+    late: frozenset[tuple[int, int]] = frozenset()
 
 
 class Plans(Protocol):
@@ -39,6 +40,9 @@ class Plans(Protocol):
 
         Asked for the first iteration of a run, then in order for each that follows; collective.
         """
+
+    def measured(self, iteration: int, seconds: float) -> None:
+        """What an iteration took, to correct predictions with."""
 
     def close(self) -> None:
         """End what works in the background."""
@@ -55,6 +59,9 @@ class StaticPlan:
         """The plan."""
         return Choice(self.plan)
 
+    def measured(self, iteration: int, seconds: float) -> None:
+        """Nothing is predicted."""
+
     def close(self) -> None:
         """Nothing to end."""
 
@@ -70,6 +77,9 @@ class ScriptedPlans:
         """The plan in line ``iteration``."""
         plan = self.plans[min(iteration, len(self.plans) - 1)]
         return Choice(plan, reason="scripted")
+
+    def measured(self, iteration: int, seconds: float) -> None:
+        """Nothing is predicted."""
 
     def close(self) -> None:
         """Nothing to end."""
@@ -122,11 +132,3 @@ class Recording:
             notes.append(" ".join(choice.reason.split()))
         with self._path.open("a", encoding="utf-8") as file:
             file.write(f"{choice.plan}  # {'; '.join(notes)}\n")
-
-
-def open_plans(config: Config, model: ModelConfig, static: Plan) -> Plans:
-    """The source of plans that the flags ask for; ``static`` is the static plan's."""
-    path = config.flexpipe.flexpipe_plans
-    if path is not None:
-        return ScriptedPlans(read_plans(path, model.layers.num_units, config.world_size))
-    return StaticPlan(static)

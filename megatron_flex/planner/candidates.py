@@ -15,6 +15,8 @@ from megatron_flex.planner.pricing import Price, Pricer
 from megatron_flex.planner.switching import Running, Switch, arrivals, switch
 from megatron_flex.planner.tables import Arrivals
 
+TIE = 1e-6
+"""Costs this close (relative) are equal."""
 V_FIRST_PASS = (0.35, 0.5, 0.65)
 """Parts of the work that the first pass of a V template covers (flexpipe.md section 6)."""
 
@@ -111,6 +113,8 @@ class Finder:
         tables = self.elements.tables(batch, late)
         straight = SearchProblem(tables)
         cuts: list[tuple[Cut | None, str]] = [(straight.search(n), "search") for n in stages]
+        if any(cut is not None and cut.cost <= tables.chain * (1.0 + TIE) for cut, _ in cuts):
+            cuts.append((straight.search(chain=False), "search"))
         if self.elements.options.v and tables.num_elements > 1:
             for first_pass in V_FIRST_PASS:
                 template = SearchProblem(tables, v_steps(tables.work, first_pass))

@@ -26,6 +26,7 @@ from megatron_flex.planner.planner import Planner, running_of
 from megatron_flex.planner.switching import Running, switch
 
 MAX_CANDIDATES = 32
+_Reached = tuple[float, float, float, tuple[Candidate, ...]]
 
 
 @dataclass(frozen=True)
@@ -91,19 +92,19 @@ class Lookahead:
     def best_path(self, finders: Sequence[Finder], running: Running | None) -> Path | None:
         """The shortest path; ``None`` when nothing fits the first batch."""
         layers = self._candidates(finders, running)
-        # best[plan] = (seconds, path so far, running state) of the cheapest way to run it now.
-        best: list[tuple[float, float, float, tuple[Candidate, ...]]] = []
+        # The cheapest way to run each candidate now: all seconds, iterations, switches, plans.
+        best: list[_Reached] = []
         for number, layer in enumerate(layers):
             if not layer:
                 break
-            reached = []
+            reached: list[_Reached] = []
             for candidate in layer:
                 own = candidate.price.seconds
                 if number == 0:
                     change = 0.0 if running is None else self._edge(running, candidate.plan)
                     reached.append((own + change, own, change, (candidate,)))
                     continue
-                options = []
+                options: list[_Reached] = []
                 for total, iterations, switches, plans in best:
                     edge = self._edge(self._running(plans[-1]), candidate.plan)
                     options.append(

@@ -137,19 +137,25 @@ def unit_memory(config: ModelConfig) -> Mapping[Kind, UnitMemory]:
     def state(kind: Kind, extra: int = 0) -> StateBytes:
         return state_bytes(config, parameter_count(config, kind) + extra)
 
-    # Input, norm's output, queries, keys, values, attention's output, float32 log-sum-exp.
-    attention = size * (2 * hidden + qkv + query) + 4 * config.num_attention_heads
-    # Input, norm's output, the product before and after the activation function.
-    mlp = size * (2 * hidden + wide + ffn)
-    # Input, norm's output, float32 logits (the backward pass reuses them for their gradient).
-    head = size * 2 * hidden + 4 * config.vocab_size
+    # Input and output of the norm; torch's RMSNorm also keeps the normed values before scaling.
+    norm = size * hidden * (2 if config.normalization == "LayerNorm" else 3)
+    # Queries, keys, values, rotated queries, attention's output, float32 log-sum-exp.
+    rotated = query if config.position_embedding_type == "rope" else 0
+    attention = norm + size * (qkv + rotated + query) + 4 * config.num_attention_heads
+    # The product before and after the activation function.
+    mlp = norm + size * (wide + ffn)
+    # Float32 logits (the backward pass reuses them for their gradient).
+    head = norm + 4 * config.vocab_size
     if config.architecture == "bert":
         head += size * 3 * hidden
     logits = size * config.vocab_size if config.params_dtype != "float32" else 0
     return {
         Kind.EMBEDDING: UnitMemory(state(Kind.EMBEDDING, untied), 0.0, None, float(size * hidden)),
         Kind.ATTENTION: UnitMemory(
-            state(Kind.ATTENTION), float(attention), float(size * hidden), float(size * (qkv + query))
+            state(Kind.ATTENTION),
+            float(attention),
+            float(size * hidden),
+            float(size * (qkv + query)),
         ),
         Kind.MLP: UnitMemory(
             state(Kind.MLP), float(mlp), float(size * hidden), float(size * (wide + ffn))

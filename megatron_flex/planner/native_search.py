@@ -192,9 +192,14 @@ class SearchProblem:
     def _address(self) -> int:
         return ctypes.addressof(self._problem)
 
-    def search(self, groups: int = 0) -> Cut | None:
-        """The best cut into at most ``groups`` groups (0: any number); ``None``: none fits."""
+    def search(self, groups: int = 0, *, chain: bool = True) -> Cut | None:
+        """The best cut into at most ``groups`` groups (0: any number); ``None``: none fits.
+
+        ``chain`` false: without the bound of one micro-batch alone. Where that bound decides, many
+        cuts are equal, and this one is the best balanced.
+        """
         t = self.tables
+        self._problem.chain = t.chain if chain else 0.0
         out = np.zeros(4 * t.num_devices, dtype=np.int64)
         cost = np.zeros(2)
         count = function("mflex_planner_search")(

@@ -17,7 +17,7 @@ from megatron_flex.cluster.cluster import Cluster
 from megatron_flex.cluster.profile import Profile
 from megatron_flex.model.config import ModelConfig
 from megatron_flex.planner.build import Batch, ModelCosts
-from megatron_flex.planner.candidates import Candidate, Finder
+from megatron_flex.planner.candidates import TIE, Candidate, Finder
 from megatron_flex.planner.decision import Decision, Infeasible, Predicted, Reason, action_of
 from megatron_flex.planner.options import PlannerOptions
 from megatron_flex.planner.plan import Plan, PlanError
@@ -25,9 +25,6 @@ from megatron_flex.planner.pricing import Price
 from megatron_flex.planner.simulation import Prediction
 from megatron_flex.planner.static import static_plan
 from megatron_flex.planner.switching import Running
-
-TIE = 1e-6
-"""Costs this close (relative) are equal."""
 
 
 @dataclass(frozen=True)

@@ -38,7 +38,7 @@ tensors = lambda i: {f"w{n}": torch.full((64, 1024), float(i)) for n in range(4)
 save(directory, 1, tensors(1), {"iteration": 1}, group=None)
 filler = directory.parent / "filler"
 failures = set()
-for free in range(0, 1200, 4):  # KiB
+for free in (*range(0, 1020, 60), *range(1020, 1200, 4)):  # KiB
     disk = os.statvfs(directory)
     with open(filler, "wb") as file:
         file.write(bytes(max(0, disk.f_bavail * disk.f_frsize - free * 1024)))

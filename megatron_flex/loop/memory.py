@@ -1,0 +1,94 @@
+"""Does the run fit at all? Asked before anything is allocated, answered with bytes and flags.
+
+What is counted is a lower bound: parameters, gradients and optimizer state of every unit that a
+worker holds, and the activations of the longest sample alone. A run that needs more than there is
+would end in the middle, at the first long sample; a run that passes may still be too tight, which
+is for the planner to judge.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import numpy as np
+import psutil
+import torch
+
+from megatron_flex.data.batches import BatchSource
+from megatron_flex.model.config import ModelConfig
+from megatron_flex.planner.memory import tied_state, unit_memory
+from megatron_flex.planner.plan import Plan
+
+_PIECE = 1 << 22  # samples looked at at a time
+
+
+class MemoryLimitError(ValueError):
+    """A run that cannot fit; the message has the bytes and the flags to change."""
+
+
+def check_memory(
+    model: ModelConfig, plan: Plan, source: BatchSource | None, longest: int, memory: int
+) -> None:
+    """Raise :class:`MemoryLimitError` if some worker of ``plan`` can never run the longest sample.
+
+    Args:
+        source: what is trained on.
+        longest: ``--max-sample-length``, the most that a sample can have, in tokens.
+        memory: bytes that a worker may use, see :func:`memory_of_worker`.
+    """
+    needs = {device: device_bytes(model, plan, device, longest) for device in plan.devices}
+    if max(needs.values()) <= memory:
+        return
+    if source is not None:  # perhaps no sample is as long as it may be
+        longest = longest_sample(source)
+        needs = {device: device_bytes(model, plan, device, longest) for device in plan.devices}
+    worst = max(needs, key=lambda device: needs[device])
+    if needs[worst] <= memory:
+        return
+    state = device_bytes(model, plan, worst, 0)
+    raise MemoryLimitError(
+        f"worker {worst} needs at least {needs[worst]:,} bytes for a sample of {longest:,} tokens"
+        f" ({state:,} for weights, gradients and optimizer, the rest for activations), but has"
+        f" {memory:,}: lower --max-sample-length (or leave long samples out with --overlong drop),"
+        " or give the layers to more workers with --pipeline-model-parallel-size or --flexpipe-plan"
+    )
+
+
+def device_bytes(model: ModelConfig, plan: Plan, device: int, tokens: int) -> int:
+    """The least that ``device`` needs to train on one sample of ``tokens`` tokens, in bytes."""
+    memory, units = unit_memory(model), model.layers.units
+    held = [
+        units[number]
+        for stage in plan.stages_of(device)
+        for number in range(plan.stages[stage].start, plan.stages[stage].stop)
+    ]
+    tied = model.layers.tied_slab
+    total = sum(memory[u.kind].state.total + memory[u.kind].activation * tokens for u in held)
+    if any(tied in u.slabs for u in held):
+        total += tied_state(model).total
+    return int(total)
+
+
+def longest_sample(source: BatchSource) -> int:
+    """Tokens of the longest sample of ``source``."""
+    longest = 0
+    for samples in source.sets:
+        size = samples.selection.size
+        for start in range(0, size, _PIECE):
+            index = np.arange(start, min(size, start + _PIECE), dtype=np.int64)
+            longest = max(longest, int(samples.lengths(index).max()))
+    return longest
+
+
+def memory_of_worker(device: torch.device) -> int:
+    """Bytes that this worker may use: its GPU's, or its share of the server's memory."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    total = psutil.virtual_memory().total
+    for name in ("memory.max", "memory/memory.limit_in_bytes"):  # control groups 2 and 1
+        try:
+            total = min(total, int(Path("/sys/fs/cgroup", name).read_text()))
+        except (OSError, ValueError):
+            continue
+    return total // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))

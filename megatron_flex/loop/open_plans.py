@@ -1,0 +1,20 @@
+"""Where the plans of a run come from, by its flags."""
+
+from __future__ import annotations
+
+from megatron_flex.config.config import Config
+from megatron_flex.loop.assemble import Parts
+from megatron_flex.loop.planned import PlannedPlans
+from megatron_flex.loop.plans import Plans, ScriptedPlans, StaticPlan, read_plans
+from megatron_flex.runtime.world import World
+
+
+def open_plans(config: Config, parts: Parts, world: World, iteration: int) -> Plans:
+    """The source of plans that the flags ask for, for a run that starts at ``iteration``."""
+    model, static = parts.model, parts.plan
+    if config.flexpipe.flexpipe:
+        return PlannedPlans(config, parts, world, iteration)
+    path = config.flexpipe.flexpipe_plans
+    if path is not None:
+        return ScriptedPlans(read_plans(path, model.layers.num_units, config.world_size))
+    return StaticPlan(static)

@@ -1,0 +1,230 @@
+"""``--flexpipe``: a planner chooses the plan of every iteration while others are running.
+
+Rank 0 asks for iteration k+2 when the plan of k+1 is settled, and tells the others at the boundary.
+A planner that is late or gone never stops training: the plan stays, where the batch fits it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from megatron_flex.cluster.cluster import Cluster, description, load
+from megatron_flex.cluster.profile import Profile
+from megatron_flex.config.config import Config
+from megatron_flex.data.batches import BatchSource
+from megatron_flex.loop.assemble import Parts
+from megatron_flex.loop.iteration import cost_coefficients
+from megatron_flex.loop.planner_process import PlannerGoneError, PlannerProcess
+from megatron_flex.loop.plans import Choice
+from megatron_flex.planner.options import PlannerOptions
+from megatron_flex.planner.plan import Plan, PlanError
+from megatron_flex.planner.service import Answer, Cut, Question, Service, Setup
+from megatron_flex.runtime.world import World
+
+STARTUP = 120.0
+"""Seconds that the first decisions may take: the process starts, and nothing trains meanwhile."""
+PATIENCE = 0.05
+"""Seconds to wait for a decision at an iteration's boundary before the plan stays."""
+
+
+def planner_setup(config: Config, parts: Parts, world_size: int) -> Setup:
+    """What the planner needs to know of a run. Raises ``ValueError`` naming the flag."""
+    f = config.flexpipe
+    cluster = load(f.flexpipe_cluster or f"cpux{min(4, world_size)}")
+    per_server = int(os.environ.get("LOCAL_WORLD_SIZE", str(world_size)))
+    cluster = _sized(cluster, world_size, per_server)
+    gigabytes = f.flexpipe_memory_budget_gb
+    options = PlannerOptions(
+        planner=f.flexpipe_planner,
+        unit=f.flexpipe_unit,
+        schedule=f.flexpipe_schedule,
+        lookahead=f.flexpipe_lookahead,
+        budget=None if gigabytes is None else round(gigabytes * 1e9),
+        offload_optimizer=False,
+        offload_activations=False,
+    )
+    path = f.flexpipe_profile
+    coefficients = cost_coefficients(parts.model)
+    cut = Cut(
+        config.data.micro_batch_tokens,
+        config.training.micro_batch_size,
+        coefficients.linear,
+        coefficients.quadratic,
+    )
+    profile = None if path is None else Profile.load(Path(path)).to_json()
+    return Setup(parts.model, description(cluster), profile, options, cut, str(parts.plan))
+
+
+def _sized(cluster: Cluster, world_size: int, per_server: int) -> Cluster:
+    """The cluster with the job's own numbers of servers and devices."""
+    servers = -(-world_size // per_server)
+    return replace(cluster, servers=servers, devices_per_server=per_server)
+
+
+class PlannedPlans:
+    """Plans from a planner's process."""
+
+    change = True
+
+    def __init__(self, config: Config, parts: Parts, world: World, iteration: int) -> None:
+        assert parts.train is not None, "a planner needs training data"
+        self._world = world
+        self._source: BatchSource = parts.train
+        self._sizes: Callable[[int], int] = config.training.batch_sizes.size
+        self._first_sample = _samples_before(config, iteration)
+        self._first = iteration
+        self._window = config.flexpipe.flexpipe_lookahead
+        self._choice = Choice(parts.plan, reason="static")
+        self._predicted: dict[int, float] = {}
+        self._measured: list[tuple[float, float]] = []
+        self._missed = 0
+        self._process: PlannerProcess | None = None
+        self._setup: Setup | None = None
+        if world.rank == 0:
+            self._setup = planner_setup(config, parts, world.size)
+            self._process = PlannerProcess(self._setup)
+
+    def at(self, iteration: int) -> Choice:
+        """The plan of ``iteration``; collective, see :class:`megatron_flex.loop.plans.Plans`."""
+        text = self._world.broadcast(self._decide(iteration) if self._world.rank == 0 else None)
+        told = json.loads(str(text))
+        if told["problem"]:
+            raise PlanError(told["problem"])
+        self._choice = Choice(
+            Plan.parse(told["plan"]),
+            told["action"],
+            told["reason"],
+            told["seconds"],
+            frozenset((slab, device) for slab, device in told["late"]),
+        )
+        if self._world.rank == 0:
+            self._ask(iteration + 1)
+        return self._choice
+
+    def measured(self, iteration: int, seconds: float) -> None:
+        """Correct the planner's predictions."""
+        predicted = self._predicted.pop(iteration, None)
+        if predicted is not None:
+            self._measured.append((predicted, seconds))
+
+    def close(self) -> None:
+        """End the planner's process."""
+        if self._process is not None:
+            self._process.close()
+            self._process = None
+
+    # ---- rank 0 ------------------------------------------------------------------------------
+
+    def _decide(self, iteration: int) -> str:
+        if iteration == self._first:
+            self._ask(iteration, running=False)
+        startup = iteration <= self._first + 1
+        answer = self._take(iteration, STARTUP if startup else PATIENCE)
+        if answer is None:
+            return self._keep(iteration)
+        if answer.decision is None:
+            return _told(self._choice, problem=answer.problem)
+        decision = answer.decision
+        self._predicted[iteration] = decision.predicted.seconds
+        reason = "; ".join(
+            f"{r.condition}: {r.text} ({r.left:.4g} against {r.right:.4g} {r.unit}:"
+            f" {'yes' if r.holds else 'no'})"
+            for r in decision.reasons
+        )
+        return _told(
+            Choice(
+                decision.plan,
+                decision.action.symbol,
+                reason,
+                decision.predicted.seconds * answer.factor,
+                frozenset(answer.late),
+            )
+        )
+
+    def _keep(self, iteration: int) -> str:
+        """The plan before stays, unless the batch does not fit it."""
+        assert self._setup is not None
+        service = Service(self._setup)
+        batch = self._setup.cut.batch(self._lengths(iteration))
+        candidate = service.planner.finder([batch]).best_of(self._choice.plan, None, "current")
+        if not candidate.price.fits:
+            return _told(
+                self._choice,
+                problem=f"the planner gave no plan for iteration {iteration + 1}, and its batch does"
+                f" not fit the plan before it ({self._choice.plan}): a device lacks"
+                f" {candidate.price.missing:.0f} bytes of --flexpipe-memory-budget-gb",
+            )
+        return _told(replace(self._choice, action="", reason="kept: no decision", late=frozenset()))
+
+    def _take(self, iteration: int, timeout: float) -> Answer | None:
+        """The answer for ``iteration``, if it is there; older ones are passed over."""
+        if self._process is None:
+            self._missed += 1
+            return None
+        try:
+            while True:
+                answer = self._process.take(timeout)
+                if answer is None:
+                    self._missed += 1
+                    self._warn(f"the planner is late for iteration {iteration + 1}")
+                    return None
+                if answer.iteration == iteration:
+                    return answer
+        except PlannerGoneError as error:
+            self._missed += 1
+            self._warn(str(error))
+            self._process = None
+            return None
+
+    def _ask(self, iteration: int, *, running: bool = True) -> None:
+        if self._process is None:
+            return
+        window = tuple(self._lengths(iteration + i) for i in range(self._window))
+        question = Question(
+            iteration,
+            tuple(w for w in window if w),
+            str(self._choice.plan) if running else None,
+            self._lengths(iteration - 1) if running else (),
+            tuple(self._measured),
+        )
+        self._measured.clear()
+        try:
+            self._process.ask(question)
+        except PlannerGoneError as error:
+            self._warn(str(error))
+            self._process = None
+
+    def _lengths(self, iteration: int) -> tuple[int, ...]:
+        """Sample lengths of an iteration's batch, from the index."""
+        first = self._first_sample
+        for _ in range(self._first, iteration):
+            first += self._sizes(first)
+        batch = self._source.batch(first, self._sizes(first))
+        return tuple(batch.lengths.tolist())
+
+    def _warn(self, what: str) -> None:
+        print(f"warning: {what}; the plan {self._choice.plan} stays ({self._missed} decisions missed"
+              " so far)", file=sys.stderr, flush=True)  # fmt: skip
+
+
+def _told(choice: Choice, problem: str = "") -> str:
+    return json.dumps(
+        {
+            "plan": str(choice.plan),
+            "action": choice.action,
+            "reason": choice.reason,
+            "seconds": choice.seconds,
+            "late": sorted(choice.late),
+            "problem": problem,
+        }
+    )
+
+
+def _samples_before(config: Config, iteration: int) -> int:
+    """Samples consumed before an iteration."""
+    return config.training.batch_sizes.consumed_samples(iteration)

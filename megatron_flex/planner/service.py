@@ -1,0 +1,237 @@
+"""The planner as a process of its own: questions in, decisions out, one JSON line each.
+
+    python -m megatron_flex.planner.service < questions > answers
+
+The first line sets it up (:class:`Setup`); each further line is a :class:`Question`, answered by one
+line. It holds no state that a decision depends on but the running correction of its predictions,
+which travels in the answers. A process, not a thread: a busy Python thread slows a worker down.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from statistics import median
+from typing import Any, TextIO
+
+import numpy as np
+
+from megatron_flex.cluster.cluster import Cluster
+from megatron_flex.cluster.cluster import parse as parse_cluster
+from megatron_flex.cluster.profile import Profile
+from megatron_flex.data.global_batch import GlobalBatch
+from megatron_flex.data.microbatches import CostCoefficients, cut_by_count, cut_by_tokens
+from megatron_flex.model.config import ModelConfig
+from megatron_flex.planner.build import Batch
+from megatron_flex.planner.closed_form import closed_form_profile
+from megatron_flex.planner.decision import Decision, Infeasible
+from megatron_flex.planner.exhaustive import exhaustive
+from megatron_flex.planner.hbsa import Hbsa
+from megatron_flex.planner.lookahead import Lookahead
+from megatron_flex.planner.options import PlannerOptions
+from megatron_flex.planner.plan import Plan, PlanError
+from megatron_flex.planner.planner import Planner
+from megatron_flex.planner.plans import plan_of
+from megatron_flex.planner.switching import Running, Way, switch
+
+REMEMBERED = 16
+"""Iterations whose measured times correct the next predictions."""
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How batches are cut to micro-batches: the trainer's own flags and coefficients."""
+
+    tokens: int | None
+    count: int | None
+    linear: float
+    quadratic: float
+
+    def batch(self, lengths: Iterable[int]) -> Batch:
+        """The micro-batches of samples of these lengths."""
+        array = np.asarray(list(lengths), dtype=np.int64)
+        whole = GlobalBatch(0, array, (int(array.sum()),))
+        if self.tokens is not None:
+            coefficients = CostCoefficients(self.linear, self.quadratic)
+            return Batch.of(cut_by_tokens(whole, self.tokens, coefficients))
+        assert self.count is not None, "a batch is cut by tokens or by count"
+        return Batch.of(cut_by_count(whole, self.count))
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What stays the same for a run."""
+
+    model: ModelConfig
+    cluster: dict[str, Any]
+    profile: str | None
+    options: PlannerOptions
+    cut: Cut
+    static: str
+
+    def to_json(self) -> str:
+        """One line."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, line: str) -> Setup:
+        """Read :meth:`to_json`'s form."""
+        data = json.loads(line)
+        return cls(
+            ModelConfig(**data["model"]),
+            data["cluster"],
+            data["profile"],
+            PlannerOptions(**data["options"]),
+            Cut(**data["cut"]),
+            data["static"],
+        )
+
+
+@dataclass(frozen=True)
+class Question:
+    """Which plan for iteration ``iteration``?
+
+    Attributes:
+        window: lengths of the samples of its batch and of those that follow it.
+        running: the plan of the iteration before it; ``None`` at the start.
+        running_lengths: that iteration's sample lengths.
+        measured: what newly measured iterations took, as (predicted, seconds); predictions are
+            those of earlier answers, without correction.
+    """
+
+    iteration: int
+    window: tuple[tuple[int, ...], ...]
+    running: str | None = None
+    running_lengths: tuple[int, ...] = ()
+    measured: tuple[tuple[float, float], ...] = ()
+
+    def to_json(self) -> str:
+        """One line."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, line: str) -> Question:
+        """Read :meth:`to_json`'s form."""
+        data = json.loads(line)
+        return cls(
+            data["iteration"],
+            tuple(map(tuple, data["window"])),
+            data["running"],
+            tuple(data["running_lengths"]),
+            tuple((p, s) for p, s in data["measured"]),
+        )
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The decision for ``iteration``, or why there is none.
+
+    ``late``: (slab, device) pairs for which there is no room before the update: handed over after.
+    ``factor``: measured over predicted time of late; predictions times it are the best guess.
+    ``problem``: no plan fits, in words; else empty.
+    """
+
+    iteration: int
+    decision: Decision | None
+    factor: float
+    problem: str = ""
+    late: tuple[tuple[int, int], ...] = ()
+
+    def to_json(self) -> str:
+        """One line."""
+        return json.dumps(
+            {
+                "iteration": self.iteration,
+                "decision": None if self.decision is None else self.decision.to_json(),
+                "factor": self.factor,
+                "problem": self.problem,
+                "late": self.late,
+            }
+        )
+
+    @classmethod
+    def from_json(cls, line: str) -> Answer:
+        """Read :meth:`to_json`'s form."""
+        data = json.loads(line)
+        text = data["decision"]
+        decision = None if text is None else Decision.from_json(text)
+        late = tuple((slab, device) for slab, device in data["late"])
+        return cls(data["iteration"], decision, data["factor"], data["problem"], late)
+
+
+class Service:
+    """Answers questions one after the other."""
+
+    def __init__(self, setup: Setup) -> None:
+        self._setup = setup
+        cluster: Cluster = parse_cluster(setup.cluster)
+        profile = (
+            closed_form_profile(setup.model, cluster)
+            if setup.profile is None
+            else Profile.from_json(setup.profile)
+        )
+        self.planner = Planner(setup.model, profile, cluster, setup.options)
+        static = Plan.parse(setup.static)
+        self._hbsa = Hbsa(self.planner)
+        self._lookahead = Lookahead(self.planner, static, self._hbsa)
+        self._best_static: Plan | None = None
+        self._ratios: deque[float] = deque(maxlen=REMEMBERED)
+
+    @property
+    def factor(self) -> float:
+        """Median of measured over predicted time of the latest iterations."""
+        return median(self._ratios) if self._ratios else 1.0
+
+    def answer(self, question: Question) -> Answer:
+        """Decide."""
+        self._ratios.extend(s / p for p, s in question.measured if p > 0.0 and s > 0.0)
+        window = [self._setup.cut.batch(lengths) for lengths in question.window]
+        running = None
+        if question.running is not None:
+            plan = Plan.parse(question.running)
+            running = self.planner.running(plan, self._setup.cut.batch(question.running_lengths))
+        try:
+            decision = self._decide(window, running)
+        except (Infeasible, PlanError) as error:
+            return Answer(question.iteration, None, self.factor, str(error))
+        late: tuple[tuple[int, int], ...] = ()
+        if running is not None:
+            moves = switch(self.planner.units, running, decision.plan).moves
+            late = tuple((m.slab, m.device) for m in moves if m.way is Way.HAND_OVER)
+        return Answer(question.iteration, decision, self.factor, late=late)
+
+    def _decide(self, window: list[Batch], running: Running | None) -> Decision:
+        name = self._setup.options.planner
+        if name == "hbsa":
+            return self._hbsa.decide(window[0], running)
+        if name == "exhaustive":
+            tables = self.planner.elements.tables(window[0])
+            cut = exhaustive(tables)
+            found = [] if cut is None else [(plan_of(tables, cut.groups), "exhaustive")]
+            return self.planner.decide([window[0]], running, found)
+        if name == "static":
+            if self._best_static is None:
+                self._best_static = self.planner.best_static([[batch] for batch in window])
+            finder = self.planner.finder([window[0]])
+            candidate = finder.best_of(self._best_static, running, "static")
+            if not candidate.price.fits:
+                raise finder.infeasible()
+            return self.planner.choose(finder, [candidate], running, settled=candidate)
+        return self._lookahead.decide([[batch] for batch in window], running)
+
+
+def serve(questions: TextIO, answers: TextIO) -> None:
+    """Answer until the questions end."""
+    service = Service(Setup.from_json(questions.readline()))
+    for line in questions:
+        answers.write(service.answer(Question.from_json(line)).to_json() + "\n")
+        answers.flush()
+
+
+if __name__ == "__main__":
+    os.nice(5)  # workers come first where they share cores
+    serve(sys.stdin, sys.stdout)

@@ -1,0 +1,209 @@
+#!/usr/bin/env python3
+"""Plan iterations without a GPU: what the trainer would decide, and why.
+
+    python tools/plan.py --model gpt-3.35b --cluster a100x16 --lengths 2560 300 120 90
+    python tools/plan.py --model gpt-3.35b --cluster a100x16 --batch-file batches.txt --json
+
+``--batch-file`` has one global batch a line: the lengths of its samples in tokens, separated by
+spaces (blank lines and lines that begin with # are skipped). Its batches are planned one after the
+other, each decision from the plan before it. ``--mock-batches N`` draws N batches from the
+published FLANv2 length statistics instead.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+ROOT = Path(__file__).resolve().parent.parent
+if str(ROOT) not in sys.path:
+    sys.path.insert(0, str(ROOT))
+
+from megatron_flex.cluster.cluster import ClusterError, load
+from megatron_flex.cluster.profile import Profile, ProfileError
+from megatron_flex.data.errors import DataError
+from megatron_flex.data.global_batch import GlobalBatch
+from megatron_flex.data.microbatches import CostCoefficients, cut_by_tokens
+from megatron_flex.data.mock import mixture_lengths
+from megatron_flex.model.config import ModelConfig
+from megatron_flex.planner.build import Batch
+from megatron_flex.planner.closed_form import closed_form_profile
+from megatron_flex.planner.decision import Decision
+from megatron_flex.planner.explain import explain
+from megatron_flex.planner.flops import model_work, total_work
+from megatron_flex.planner.hbsa import Hbsa
+from megatron_flex.planner.lookahead import Lookahead
+from megatron_flex.planner.options import PlannerOptions
+from megatron_flex.planner.plan import Plan, PlanError
+from megatron_flex.planner.planner import Planner
+from megatron_flex.planner.presets import MODELS, model
+from megatron_flex.planner.switching import Running
+
+
+def parser() -> argparse.ArgumentParser:
+    """All flags."""
+    p = argparse.ArgumentParser(
+        description=__doc__.split("\n\n")[0].removeprefix("#!/usr/bin/env python3\n"),
+        allow_abbrev=False,
+    )
+    p.add_argument("--model", default="gpt-3.35b", help=f"one of {', '.join(MODELS)}")
+    p.add_argument(
+        "--cluster", default="a100x16",
+        help="a described cluster (a100, h200, cpu, with xN for its first N devices), or a file",
+    )  # fmt: skip
+    p.add_argument("--profile", type=Path, help="a profile measured by tools/profile_layers.py")
+    batches = p.add_mutually_exclusive_group(required=True)
+    batches.add_argument("--lengths", type=int, nargs="+", help="tokens of the batch's samples")
+    batches.add_argument("--batch-file", type=Path, help="one batch a line, lengths in tokens")
+    batches.add_argument("--mock-batches", type=int, help="draw so many batches")
+    p.add_argument("--global-batch-size", type=int, default=32, help="samples of a drawn batch")
+    p.add_argument("--seed", type=int, default=1234, help="of drawn batches")
+    p.add_argument(
+        "--micro-batch-tokens", type=int, nargs="+", default=[1024, 2048, 4096],
+        help="token budgets of a micro-batch; the planner chooses among them",
+    )  # fmt: skip
+    p.add_argument("--current", help="the plan that runs before the first batch, in text form")
+    p.add_argument(
+        "--planner", choices=["lookahead", "hbsa", "greedy", "static"], default="lookahead",
+        help="greedy is the exact search for each batch by itself",
+    )  # fmt: skip
+    p.add_argument("--unit", choices=["block", "layer"], default="block", help="what is placed")
+    p.add_argument("--schedule", default="zb", help="schedule that executes the plan")
+    p.add_argument("--v", action="store_true", help="also consider plans in a V")
+    p.add_argument("--time-model", choices=["pipeline", "paper"], default="pipeline",
+                   help="paper: eq. 1, for --planner hbsa")  # fmt: skip
+    p.add_argument("--memory-budget-gb", type=float, help="of a device; default: the cluster's")
+    p.add_argument("--lookahead", type=int, default=4, help="batches planned together")
+    p.add_argument("--margin", type=float, default=0.02, help="what a switch must save, as a part")
+    p.add_argument("--simulations", type=int, default=4, help="candidates simulated; 0: none")
+    p.add_argument("--shard-optimizer", action="store_true", help="optimizer state over replicas")
+    p.add_argument("--no-memory-optimisation", action="store_true", help="ablation: no O_plan")
+    p.add_argument("--no-bounds", action="store_true", help="ablation: HBSA without its bounds")
+    p.add_argument("--no-lookahead", action="store_true", help="ablation: each batch by itself")
+    p.add_argument("--json", action="store_true", help="one JSON object a decision, nothing else")
+    return p
+
+
+def read_batches(args: argparse.Namespace) -> list[list[int]]:
+    """Lengths of the samples of every batch."""
+    if args.lengths:
+        batches = [args.lengths]
+    elif args.mock_batches:
+        size = args.global_batch_size
+        drawn = mixture_lengths(args.seed, np.arange(args.mock_batches * size))
+        batches = [row.tolist() for row in drawn.reshape(args.mock_batches, size)]
+    else:
+        batches = []
+        for number, line in enumerate(args.batch_file.read_text().splitlines(), 1):
+            if not line.strip() or line.startswith("#"):
+                continue
+            try:
+                batches.append([int(word) for word in line.split()])
+            except ValueError:
+                raise SystemExit(
+                    f"{args.batch_file}, line {number}: lengths must be whole numbers: {line!r}"
+                ) from None
+    if not batches or any(n < 1 for row in batches for n in row):
+        raise SystemExit("every batch needs samples of at least one token")
+    return batches
+
+
+def cut(lengths: Sequence[int], budgets: Sequence[int], config: ModelConfig) -> list[Batch]:
+    """The ways of cutting one batch, each once."""
+    work = total_work(model_work(config))
+    coefficients = CostCoefficients(work.linear, work.quadratic)
+    batch = GlobalBatch(0, np.asarray(lengths, dtype=np.int64), (sum(lengths),))
+    ways = {cut_by_tokens(batch, budget, coefficients): None for budget in budgets}
+    return [Batch.of(way) for way in ways]
+
+
+def options(args: argparse.Namespace) -> PlannerOptions:
+    """The planner's options from flags."""
+    budget = None if args.memory_budget_gb is None else int(args.memory_budget_gb * 1e9)
+    return PlannerOptions(
+        planner="lookahead" if args.planner == "greedy" else args.planner,
+        unit=args.unit,
+        schedule=args.schedule,
+        split=args.schedule.startswith("zb"),
+        v=args.v,
+        time_model=args.time_model,
+        memory_optimisation=not args.no_memory_optimisation,
+        bounds=not args.no_bounds,
+        lookahead=1 if args.no_lookahead or args.planner == "greedy" else args.lookahead,
+        margin=args.margin,
+        shard_optimizer=args.shard_optimizer,
+        budget=budget,
+        simulations=args.simulations,
+    )
+
+
+def decisions(
+    planner: Planner, ways: Sequence[Sequence[Batch]], current: Plan | None
+) -> list[tuple[Decision, float]]:
+    """A decision for every batch and the seconds that it took."""
+    chosen = planner.options
+    static = None
+    if chosen.planner == "static" or chosen.lookahead > 1:
+        static = planner.best_static(ways)
+    hbsa = Hbsa(planner)
+    lookahead = None if static is None else Lookahead(planner, static, hbsa)
+    running: Running | None = None
+    if current is not None:
+        running = planner.running(current, ways[0][0])
+    found = []
+    for number, batch in enumerate(ways):
+        start = time.perf_counter()
+        if chosen.planner == "hbsa":
+            decision = hbsa.decide(batch[0], running)
+        elif chosen.planner == "static":
+            assert static is not None
+            finder = planner.finder(batch)
+            candidate = finder.best_of(static, running, "static")
+            decision = planner.choose(finder, [candidate], running)
+        elif lookahead is not None:
+            decision = lookahead.decide(ways[number : number + chosen.lookahead], running)
+        else:
+            decision = planner.decide(batch, running)
+        found.append((decision, time.perf_counter() - start))
+        running = planner.running(decision.plan, batch[decision.micro_batching])
+    return found
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = parser().parse_args(argv)
+    try:
+        config, cluster = model(args.model), load(args.cluster)
+        profile = (
+            Profile.load(args.profile) if args.profile else closed_form_profile(config, cluster)
+        )
+        planner = Planner(config, profile, cluster, options(args))
+        ways = [cut(b, args.micro_batch_tokens, config) for b in read_batches(args)]
+        current = Plan.parse(args.current) if args.current else None
+        if current is not None:
+            current.check(config.layers.num_units, cluster.world_size)
+        found = decisions(planner, ways, current)
+    except (ClusterError, ProfileError, DataError, PlanError, ValueError, OSError) as error:
+        print(f"plan: {error}", file=sys.stderr)
+        return 1
+    for number, (decision, seconds) in enumerate(found):
+        if args.json:
+            data = {"batch": number, "planner_seconds": seconds, **json.loads(decision.to_json())}
+            print(json.dumps(data))
+        else:
+            if len(found) > 1:
+                print(f"--- batch {number} ---")
+            print(explain(decision, config.layers))
+            tokens = ways[number][decision.micro_batching].tokens
+            print(f"micro-batches: {len(tokens)} of up to {tokens.max():.0f} tokens")
+            print(f"decided in {seconds * 1e3:.1f} ms\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
