@@ -197,7 +197,8 @@ def layout_cuts(
         counts = [int(n) for n in layout]
         rows = ["t" * n for n in counts]
         if rows:
-            rows[0], rows[-1] = "E" + rows[0], rows[-1] + "L"
+            rows[0] = "E" + rows[0]
+            rows[-1] += "L"
     else:
         text = layout.replace(",", "").replace(" ", "")
         for pattern in (_REPEAT_GROUP, _REPEAT_ONE):

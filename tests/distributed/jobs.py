@@ -95,13 +95,25 @@ def train(
     way: str = "early",
     exact: bool = False,
     fault_when: str = "always",
+    budget: int | None = None,
+    capacity: int | None = None,
+    evaluate: bool = False,
+    each: Callable[[int, Executor], None] | None = None,
 ) -> Outcome:
     """Train on this worker's part of ``plans``: one, or one for each iteration (the last stays).
 
-    ``way`` is how slabs reach new holders: ``early``, ``late`` or ``mixed``. ``fault_when`` is
-    ``always`` (from iteration 3 on) or ``switch`` (only in the first iteration that switches).
+    Args:
+        way: how slabs reach new holders: ``early``, ``late`` or ``mixed``.
+        fault_when: ``always`` (from iteration 3 on), ``switch`` (only in the first iteration that
+            switches), or ``settled`` (only in the iteration after that).
+        budget: most tokens of a micro-batch; by default two thirds of ``longest``.
+        capacity: most process groups to keep; by default as in training.
+        evaluate: evaluate a batch between any two iterations.
+        each: called after every iteration.
     """
     world = World.create(torch.device("cpu"), timedelta(seconds=30))
+    if capacity is not None and world.reductions is not None:
+        world.reductions.capacity = capacity
     texts = [plans] if isinstance(plans, str) else list(plans)
     listed = [Plan.parse(t) for t in texts]
     layers = config.layers

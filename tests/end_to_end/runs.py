@@ -80,13 +80,18 @@ class Run:
         return [r.grad_norm for r in self.history.iterations]
 
 
+class _Quiet(Trainer):
+    """A trainer that keeps what it would print, whichever worker speaks."""
+
+    def _say(self, line: str) -> None:
+        vars(self).setdefault("printed", []).append(line)
+
+
 def train(argv: Sequence[str], architecture: Architecture = "gpt") -> Run:
     """What ``pretrain`` does, on this worker of the pool."""
     world = World.create(torch.device("cpu"), timedelta(seconds=60))
     config = parse(argv, architecture=architecture, world_size=dist.get_world_size())
-    trainer = Trainer(config, world, assemble(config))
-    printed: list[str] = []
-    trainer._say = printed.append  # type: ignore[method-assign, assignment]
+    trainer = _Quiet(config, world, assemble(config))
     history = History()
     with closing(trainer.recorder):
         trainer.recorder = history  # type: ignore[assignment]
@@ -97,7 +102,7 @@ def train(argv: Sequence[str], architecture: Architecture = "gpt") -> Run:
         trainer.holdings.updates,
         trainer.schedule.state_dict(),
         trainer.progress.values(),
-        tuple(printed),
+        tuple(vars(trainer)["printed"]),
     )
 
 

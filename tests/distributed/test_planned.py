@@ -1,0 +1,131 @@
+"""Training with a planner: live switches that the data cause, and a planner that fails."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from megatron_flex.loop import planned
+from megatron_flex.planner.plan import Plan
+from megatron_flex.training import Trainer
+from tests.distributed.pool import WorkerError, WorkerPool
+from tests.end_to_end import runs
+
+# The longest samples (60 tokens, a micro-batch of their own) decide which layouts fit.
+FLAGS = [*runs.MODEL, *runs.TRAINING, "--train-iters", "10", "--flexpipe-lookahead", "2"]
+BUDGET = "0.00060"  # 10^9 bytes: one worker cannot hold the model, and long batches need more
+
+
+def flags(data: str, *more: str, budget: str = BUDGET) -> list[str]:
+    return [*FLAGS, "--data-path", data, "--split", "1,0,0", "--flexpipe",
+            "--flexpipe-memory-budget-gb", budget, *more]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return runs.write_documents(tmp_path_factory.mktemp("planned") / "documents")
+
+
+@pytest.fixture(scope="module")
+def undisturbed(workers: WorkerPool, data: str) -> runs.Run:
+    """One worker, one plan."""
+    plain = [*runs.MODEL, *runs.TRAINING, "--train-iters", "10", "--data-path", data,
+             "--split", "1,0,0"]  # fmt: skip
+    return runs.run(workers, 1, plain)
+
+
+def plans_of(run: runs.Run) -> list[Plan]:
+    return [Plan.parse(r.plan) for r in run.history.iterations]
+
+
+@pytest.mark.parametrize("planner", ["lookahead", "hbsa"])
+def test_planned_training_switches_and_equals_one_worker(
+    workers: WorkerPool, data: str, undisturbed: runs.Run, planner: str
+) -> None:
+    run = runs.run(workers, 3, flags(data, "--flexpipe-planner", planner))
+    runs.assert_same(run, undisturbed)
+    assert all(r.notes["action"] for r in run.history.iterations)
+    if planner == "lookahead":
+        assert len({p.stages for p in plans_of(run)}) > 1, "the data caused no switch"
+
+
+def test_a_recorded_run_replays_to_the_same_bits(
+    workers: WorkerPool, data: str, tmp_path: Path
+) -> None:
+    record = tmp_path / "plans.txt"
+    first = runs.run(workers, 3, flags(data, "--flexpipe-record", str(record)))
+    script = [*runs.MODEL, *runs.TRAINING, "--train-iters", "10", "--data-path", data, "--split",
+              "1,0,0", "--flexpipe-plans", str(record)]  # fmt: skip
+    second = runs.run(workers, 3, script)
+    assert plans_of(second) == plans_of(first)
+    runs.assert_equal_bits(second, first)
+
+
+def test_a_batch_that_fits_nowhere_is_refused_before_it_runs(
+    workers: WorkerPool, data: str
+) -> None:
+    with pytest.raises(WorkerError, match="no plan fits") as caught:
+        workers.run(3, runs.train, tuple(flags(data, budget="0.0001")))
+    assert "--flexpipe-memory-budget-gb" in str(caught.value)
+    assert caught.value.kind == "PlanError"
+
+
+def disturbed(argv: Sequence[str], number: int) -> runs.Run:
+    """Train, and send the planner's process a signal after the third iteration."""
+    step = Trainer._step
+
+    def disturb(trainer: Trainer, *arguments: object) -> object:
+        result = step(trainer, *arguments)  # type: ignore[arg-type]
+        plans = trainer.plans
+        if trainer.progress.iteration == 3 and isinstance(plans, planned.PlannedPlans):
+            if plans._process is not None:
+                os.kill(plans._process.pid, number)
+        return result
+
+    Trainer._step = disturb  # type: ignore[method-assign, assignment]
+    try:
+        return runs.train(argv)
+    finally:
+        Trainer._step = step  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_training_goes_on_without_its_planner(
+    workers: WorkerPool, data: str, undisturbed: runs.Run, number: signal.Signals
+) -> None:
+    accounts = workers.run(2, disturbed, tuple(flags(data, budget="1")), int(number))
+    run = accounts[0]
+    # The plans of the next two iterations may have been decided when the signal came.
+    late = plans_of(run)[5:]
+    assert {p.stages for p in late} == {late[0].stages}
+    assert all(r.notes.get("action", "") == "" for r in run.history.iterations[6:])
+    lost, kept = ([loss for (loss,) in r.losses] for r in (run, undisturbed))
+    assert lost == pytest.approx(kept, rel=1e-6)
+
+
+def test_without_its_planner_a_batch_that_does_not_fit_ends_the_run(
+    workers: WorkerPool, data: str
+) -> None:
+    with pytest.raises(WorkerError, match="the planner gave no plan for iteration"):
+        workers.run(2, starved, tuple(flags(data, "--max-sample-length", "63", budget="0.0007")))
+
+
+def starved(argv: Sequence[str]) -> runs.Run:
+    """Train with a planner that is killed, in a layout that does not fit."""
+    keep = planned.PlannedPlans._keep
+
+    def tight(plans: planned.PlannedPlans, iteration: int) -> str:
+        assert plans._setup is not None
+        options = plans._setup.options
+        object.__setattr__(options, "budget", 1000)
+        return keep(plans, iteration)
+
+    planned.PlannedPlans._keep = tight  # type: ignore[method-assign]
+    try:
+        return disturbed(argv, signal.SIGKILL)
+    finally:
+        planned.PlannedPlans._keep = keep  # type: ignore[method-assign]

@@ -1,0 +1,29 @@
+from __future__ import annotations
+
+import pytest
+
+from megatron_flex.loop.measures import StallMeter, bubble
+from megatron_flex.runtime.clock import Measured
+
+
+def test_the_bubble_is_the_idle_share_of_the_devices_that_compute() -> None:
+    measured = (Measured(0.0, 3.0, 4.0), Measured(0.0, 1.0, 3.5), Measured(0.0, 0.0, 4.0))
+    assert bubble(measured) == pytest.approx(1 - (3 + 1) / (2 * 4))
+
+
+def test_without_work_there_is_no_bubble() -> None:
+    assert bubble((Measured(0.0, 0.0, 1.0),)) == 0.0
+
+
+def test_a_stall_is_the_longest_gap_less_the_usual_one() -> None:
+    meter = StallMeter()
+    for gap in (0.01, 0.02, 0.03):
+        assert meter.add((Measured(gap, 1.0, 1.0),), switched=False) is None
+    measured = (Measured(0.05, 1.0, 1.0), Measured(0.12, 1.0, 1.0), Measured(9.0, 0.0, 1.0))
+    assert meter.add(measured, switched=True) == pytest.approx(0.12 - 0.02)
+
+
+def test_a_switch_without_a_pause_stalls_nothing() -> None:
+    meter = StallMeter()
+    meter.add((Measured(0.02, 1.0, 1.0),), switched=False)
+    assert meter.add((Measured(0.01, 1.0, 1.0),), switched=True) == 0.0

@@ -1,0 +1,64 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megatron_flex.loop.plans import Choice, Recording, ScriptedPlans, read_plans
+from megatron_flex.planner.plan import Plan, PlanError
+
+ONE, TWO = Plan.parse("0:8@0"), Plan.parse("0:3@0 | 3:8@1")
+
+
+def write(directory: Path, text: str) -> str:
+    path = directory / "plans.txt"
+    path.write_text(text)
+    return str(path)
+
+
+def test_a_script_has_a_plan_a_line_and_comments(tmp_path: Path) -> None:
+    path = write(tmp_path, f"# all on one\n{ONE}\n\n{TWO}  # iteration 2; action 3\n")
+    assert read_plans(path, 8, 2) == [ONE, TWO]
+
+
+def test_the_last_plan_of_a_script_stays() -> None:
+    plans = ScriptedPlans([ONE, TWO])
+    assert [plans.at(i).plan for i in range(4)] == [ONE, TWO, TWO, TWO]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("0:8@0\n0:7@0\n", "line 2: the plan '0:7@0' covers 7 units, the model has 8"),
+        ("0:8@5\n", "line 1: .* names device 5, but there are 2"),
+        ("nonsense\n", "line 1: stage 0 of the plan is 'nonsense'"),
+        ("# nothing\n", "has no plans"),
+    ],
+)
+def test_a_bad_script_is_refused_by_line(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        read_plans(write(tmp_path, text), 8, 2)
+
+
+def test_a_missing_script_is_named() -> None:
+    with pytest.raises(PlanError, match=r"--flexpipe-plans nowhere\.txt cannot be read"):
+        read_plans("nowhere.txt", 8, 2)
+
+
+def test_a_recording_can_be_replayed(tmp_path: Path) -> None:
+    path = tmp_path / "deep" / "record.txt"
+    recording = Recording(str(path), 0)
+    recording.add(0, Choice(ONE, "①", "A: it\nfits"))
+    recording.add(1, Choice(TWO))
+    assert read_plans(str(path), 8, 2) == [ONE, TWO]
+    assert path.read_text().splitlines()[0] == "0:8@0  # iteration 1; action ①; A: it fits"
+
+
+def test_a_resumed_recording_replaces_what_is_repeated(tmp_path: Path) -> None:
+    path = tmp_path / "record.txt"
+    first = Recording(str(path), 0)
+    for iteration in range(3):
+        first.add(iteration, Choice(ONE))
+    resumed = Recording(str(path), 1)
+    resumed.add(1, Choice(TWO))
+    assert read_plans(str(path), 8, 2) == [ONE, TWO]

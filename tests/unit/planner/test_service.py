@@ -1,0 +1,135 @@
+from __future__ import annotations
+
+import io
+import os
+import signal
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+
+from megatron_flex.cluster.cluster import description, load
+from megatron_flex.loop.planner_process import PlannerGoneError, PlannerProcess
+from megatron_flex.model.config import ModelConfig
+from megatron_flex.planner.options import PlannerOptions, PlannerName
+from megatron_flex.planner.plan import Plan
+from megatron_flex.planner.service import Answer, Cut, Question, Service, Setup, serve
+
+MODEL = ModelConfig(
+    num_layers=4,
+    hidden_size=64,
+    num_attention_heads=4,
+    vocab_size=500,
+    padded_vocab_size=512,
+    max_position_embeddings=4096,
+    ffn_hidden_size=256,
+    kv_channels=16,
+    num_query_groups=4,
+)
+OPTIONS = PlannerOptions(memory_optimisation=False, recompute=False, offload_optimizer=False,
+                         offload_activations=False)  # fmt: skip
+SETUP = Setup(
+    MODEL, description(load("cpux4")), None, OPTIONS, Cut(512, None, 1.0, 1e-4), "0:10@0,1,2,3"
+)
+SHORT, LONG = (20, 60, 100, 30, 80, 50, 40, 90), (20, 60, 3000, 30, 80, 50, 40, 90)
+
+
+def with_planner(name: PlannerName, budget: int | None = None) -> Setup:
+    return replace(SETUP, options=replace(OPTIONS, planner=name, budget=budget))
+
+
+@pytest.mark.parametrize("name", ["lookahead", "hbsa", "static"])
+def test_every_planner_answers_with_a_plan_for_the_model(name: PlannerName) -> None:
+    service = Service(with_planner(name))
+    answer = service.answer(Question(7, (SHORT, LONG), "0:10@0,1,2,3", SHORT))
+    assert answer.iteration == 7
+    assert not answer.problem
+    assert answer.decision is not None
+    answer.decision.plan.check(MODEL.layers.num_units, 4)
+    assert answer.decision.predicted.seconds > 0
+
+
+def test_the_static_planner_stays_with_its_first_choice() -> None:
+    service = Service(with_planner("static"))
+    first = service.answer(Question(0, (SHORT, LONG))).decision
+    assert first is not None
+    running = str(first.plan)
+    for iteration, lengths in enumerate((LONG, SHORT, LONG), 1):
+        later = service.answer(Question(iteration, (lengths,), running, SHORT)).decision
+        assert later is not None
+        assert later.plan.stages == first.plan.stages
+
+
+def test_what_fits_nowhere_is_a_problem_in_words_and_not_a_plan() -> None:
+    answer = Service(with_planner("lookahead", 2_000_000)).answer(Question(0, (LONG,)))
+    assert answer.decision is None
+    assert "no plan fits" in answer.problem
+    assert "--flexpipe-memory-budget-gb" in answer.problem
+
+
+def test_a_tight_budget_takes_more_stages() -> None:
+    loose = Service(with_planner("lookahead")).answer(Question(0, (SHORT,))).decision
+    assert loose is not None
+    peak = max(loose.predicted.device_bytes)
+    tight = Service(with_planner("lookahead", int(0.6 * peak))).answer(Question(0, (SHORT,)))
+    assert tight.decision is not None
+    assert len(tight.decision.plan.stages) > len(loose.plan.stages)
+    assert max(tight.decision.predicted.device_bytes) <= 0.6 * peak
+
+
+def test_measured_times_correct_predictions() -> None:
+    service = Service(SETUP)
+    assert service.answer(Question(0, (SHORT,))).factor == 1.0
+    measured = ((1.0, 3.0), (2.0, 6.0), (1.0, 50.0))
+    assert service.answer(Question(1, (SHORT,), measured=measured)).factor == 3.0
+
+
+def test_questions_answers_and_setups_survive_their_text_form() -> None:
+    question = Question(3, (SHORT, LONG), "0:10@0", LONG, ((0.5, 0.75),))
+    assert Question.from_json(question.to_json()) == question
+    assert Setup.from_json(SETUP.to_json()) == SETUP
+    for setup in (SETUP, with_planner("lookahead", 2_000_000)):
+        answer = Service(setup).answer(question)
+        assert Answer.from_json(answer.to_json()) == answer
+
+
+def test_the_service_answers_line_by_line() -> None:
+    questions = [Question(i, (SHORT,)) for i in range(3)]
+    lines = [SETUP.to_json(), *(q.to_json() for q in questions)]
+    out = io.StringIO()
+    serve(io.StringIO("\n".join(lines) + "\n"), out)
+    answers = [Answer.from_json(line) for line in out.getvalue().splitlines()]
+    assert [a.iteration for a in answers] == [0, 1, 2]
+    assert answers[0] == Service(SETUP).answer(questions[0])
+
+
+@pytest.fixture
+def process() -> Iterator[PlannerProcess]:
+    running = PlannerProcess(SETUP)
+    yield running
+    running.close()
+
+
+def test_the_process_gives_the_answers_of_the_service(process: PlannerProcess) -> None:
+    question = Question(5, (SHORT, LONG), "0:10@0,1,2,3", SHORT)
+    assert process.take(0.0) is None
+    process.ask(question)
+    assert process.take(60.0) == Service(SETUP).answer(question)
+
+
+def test_a_killed_process_is_an_error_and_no_wait(process: PlannerProcess) -> None:
+    process.ask(Question(0, (SHORT,)))
+    assert process.take(60.0) is not None
+    os.kill(process.pid, signal.SIGKILL)
+    began = time.monotonic()
+    with pytest.raises(PlannerGoneError, match="has ended"):
+        process.take(30.0)
+    assert time.monotonic() - began < 5.0
+
+
+def test_a_closed_process_has_ended(process: PlannerProcess) -> None:
+    process.close()
+    with pytest.raises(ProcessLookupError):
+        os.kill(process.pid, 0)
+    assert Plan.parse(SETUP.static)

@@ -1,0 +1,271 @@
+"""What a device holds: slabs and blocks come and go with the plan, and memory with them."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import pytest
+import torch
+
+from megatron_flex.model.blocks import build_block
+from megatron_flex.model.config import ModelConfig
+from megatron_flex.planner.plan import Plan
+from megatron_flex.runtime.holdings import Holdings
+from tests.unit.model.support import make_batch, make_config, run
+from tests.unit.runtime.slabs import CPU
+
+TIED = make_config()  # units 0 to 5, the tied word embedding is slab 6
+UNTIED = make_config(untie_embeddings_and_output_weights=True)
+ROPE = make_config(position_embedding_type="rope")  # slab 0 has no parameters
+WHOLE = Plan.parse("0:6@0")
+
+
+def hold(config: ModelConfig, plan: str, rank: int = 0, exact: bool = False) -> Holdings:
+    return Holdings(config, Plan.parse(plan), rank, CPU, exact=exact)
+
+
+def expected_blocks(holdings: Holdings) -> set[int]:
+    units = holdings.config.layers.units
+    return {u.index for u in units if set(u.slabs) <= set(holdings.slabs)}
+
+
+def check(holdings: Holdings) -> None:
+    """Exactly the complete blocks are there, and their weights lie in the slabs."""
+    assert set(holdings.blocks) == expected_blocks(holdings)
+    for unit, block in holdings.blocks.items():
+        for number, parameters in block.slab_parameters().items():
+            slab = holdings.slabs[number]
+            for entry in slab.layout.entries:
+                if entry.name in parameters:
+                    ours = parameters[entry.name]
+                    assert ours.data_ptr() == slab.view(slab.params, entry).data_ptr(), unit
+                    assert ours.grad is not None
+
+
+# -- at the start ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("config", [TIED, UNTIED, ROPE], ids=["tied", "untied", "rope"])
+@pytest.mark.parametrize("plan", ["0:6@0", "0:2@0,1 | 2:6@1", "0:1@1 | 1:5@0 | 5:6@1", "0:6@2"])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_device_holds_what_the_plan_gives_it(config: ModelConfig, plan: str, rank: int) -> None:
+    holdings = hold(config, plan, rank)
+    parsed = Plan.parse(plan)
+    units = [u for u in config.layers.units if rank in parsed.holders(u.index)]
+    assert set(holdings.slabs) == {s for u in units for s in u.slabs}
+    check(holdings)
+    lowest = [min(parsed.holders(u.index)) for u in config.layers.units]
+    for slab in set(holdings.slabs) - {config.layers.tied_slab}:
+        assert (slab in holdings.owned) is (lowest[slab] == rank)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_initial_values_do_not_depend_on_the_plan(dtype: str) -> None:
+    config = make_config(params_dtype=dtype)
+    expected = {
+        name: parameter
+        for unit in config.layers.units
+        for of_slab in build_block(unit, config).slab_parameters().values()
+        for name, parameter in of_slab.items()
+    }
+    for plan, rank in (("0:6@0", 0), ("0:3@0 | 3:6@1", 0), ("0:3@0 | 3:6@1", 1)):
+        for name, tensor in hold(config, plan, rank).named_state(owned=False).items():
+            if name in expected:
+                assert torch.equal(tensor, expected[name]), name
+            elif ".master." in name:
+                plain = name.removeprefix("optimizer.state.master.")
+                assert torch.equal(tensor, expected[plain].float()), name
+            else:
+                assert not tensor.any(), name
+
+
+def test_each_tensor_of_a_job_has_one_owner() -> None:
+    plan = "0:2@0,1 | 2:4@2 | 4:6@1,2"
+    owned = [hold(TIED, plan, rank).named_state(owned=True) for rank in range(4)]
+    names = [name for state in owned for name in state]
+    assert len(names) == len(set(names))
+    assert set(names) == set(hold(TIED, "0:6@0").named_state(owned=True))
+    assert owned[3] == {}
+
+
+# -- join and drop -----------------------------------------------------------------------------
+
+
+def test_blocks_appear_when_all_their_slabs_are_there() -> None:
+    tied = TIED.layers.tied_slab
+    assert tied == 6
+    holdings = hold(TIED, "0:6@1")
+    assert holdings.blocks == {}
+    for slab, blocks in ((0, []), (2, [2]), (5, [2]), (6, [0, 2, 5])):
+        holdings.join(slab)
+        assert sorted(holdings.blocks) == blocks
+        check(holdings)
+    for slab, blocks in ((5, [0, 2]), (6, [2]), (2, []), (0, [])):
+        holdings.drop(slab)
+        assert sorted(holdings.blocks) == blocks
+        check(holdings)
+
+
+def test_the_tied_slab_is_shared_by_embedding_and_head() -> None:
+    holdings = hold(TIED, "0:6@0")
+    name = "embedding.word_embeddings.weight"
+    first = holdings.blocks[0].slab_parameters()[6][name]
+    last = holdings.blocks[5].slab_parameters()[6][name]
+    assert first is last
+    assert holdings.slabs[6].parameters[name] is first
+    batch = make_batch([5, 9], TIED)
+    run([holdings.blocks[unit] for unit in range(6)], batch).sum().backward()
+    # The same with a head that has weights of its own.
+    head = build_block(TIED.layers.units[5], TIED)
+    own = head.slab_parameters()[6][name]
+    loss = run([*(holdings.blocks[unit] for unit in range(5)), head], batch).sum()
+    shares = torch.autograd.grad(loss, [first, own])
+    torch.testing.assert_close(first.grad, sum(shares))
+    assert all(share.any() for share in shares)
+
+
+def test_a_slab_that_returns_brings_its_block_back_to_life() -> None:
+    holdings = hold(TIED, "0:6@0")
+    batch = make_batch([5, 9], TIED)
+    block = holdings.blocks[1]
+    x = torch.randn(14, 1, TIED.hidden_size, generator=torch.Generator().manual_seed(1))
+    before = block(x, batch).detach()
+    state = holdings.slabs[1].state.clone()
+    holdings.drop(1)
+    assert all(p.device.type == "meta" for p in block.parameters()), "a shell without memory"
+    holdings.join(1).state.copy_(state)
+    assert holdings.blocks[1] is block, "it was not built again"
+    assert torch.equal(block(x, batch), before)
+    holdings.slabs[1].grads.zero_()
+    block(x, batch).sum().backward()
+    assert holdings.slabs[1].grads.any()
+    check(holdings)
+
+
+def test_a_block_that_is_down_cannot_be_run_by_accident() -> None:
+    holdings = hold(TIED, "0:6@0")
+    block = holdings.blocks[1]
+    holdings.drop(1)
+    assert 1 not in holdings.blocks
+    x = torch.zeros(14, 1, TIED.hidden_size)
+    with pytest.raises((RuntimeError, NotImplementedError)):
+        block(x, make_batch([5, 9], TIED)).sum().item()
+
+
+@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_nothing_but_the_pool_keeps_the_memory_of_a_dropped_slab(dtype: str, exact: bool) -> None:
+    holdings = hold(make_config(params_dtype=dtype), "0:6@0", exact=exact)
+    for number in (0, 1, 6):
+        slab = holdings.slabs[number]
+        parameters = [*slab.parameters.values(), *slab.parameters_of(0).values()]
+        views = [slab.master, slab.exp_avg, *parameters, *(p.grad for p in parameters)]
+        alive = [weakref.ref(view) for view in views if view is not None]
+        holdings.drop(number)
+        del slab, parameters, views
+        gc.collect()
+        assert [ref() for ref in alive] == [None] * len(alive), f"slab {number}"
+    del holdings
+
+
+def test_the_next_slab_of_the_same_size_takes_over_the_memory() -> None:
+    holdings = hold(UNTIED, "0:6@0")
+    most = holdings.pool.most
+    first, second = holdings.slabs[1], holdings.slabs[3]  # both attention
+    assert first.layout.numel == second.layout.numel
+    address = first.state.data_ptr()
+    holdings.drop(1)
+    holdings.drop(3)
+    assert holdings.pool.used < most
+    assert {holdings.join(3).state.data_ptr(), holdings.join(1).state.data_ptr()} >= {address}
+    assert (holdings.pool.used, holdings.pool.kept, holdings.pool.most) == (most, 0, most)
+    check(holdings)
+
+
+def test_alternating_halves_need_the_memory_of_the_larger() -> None:
+    holdings = hold(UNTIED, "0:3@0 | 3:6@1")
+    numels = {s: holdings._layout(s).numel for s in range(6)}
+    halves = [16 * sum(numels[s] for s in part) for part in ((0, 1, 2), (3, 4, 5))]
+    for _ in range(3):
+        for gone, come in (((0, 1, 2), (3, 4, 5)), ((3, 4, 5), (0, 1, 2))):
+            for slab in gone:
+                holdings.drop(slab)
+            for slab in come:
+                holdings.join(slab)
+            check(holdings)
+    assert holdings.pool.most == max(halves)
+    assert holdings.pool.used + holdings.pool.kept <= max(halves)
+
+
+def test_a_slab_without_parameters_makes_its_block_complete() -> None:
+    holdings = hold(ROPE, "0:6@1")
+    holdings.join(6)
+    assert sorted(holdings.blocks) == []
+    empty = holdings.join(0)
+    assert empty.layout.numel == 0
+    assert sorted(holdings.blocks) == [0]
+    holdings.drop(0)
+    assert sorted(holdings.blocks) == []
+
+
+def test_gradients_of_a_joined_slab_are_zero() -> None:
+    # The executor clears them before it drops a slab; a joiner's contribution must be zero.
+    holdings = hold(UNTIED, "0:6@0", exact=True)
+    for slab in (1, 2):
+        holdings.drop(slab)
+    for slab in (1, 2):
+        joined = holdings.join(slab)
+        assert joined.sums is not None
+        assert not joined.grads.any()
+        assert not joined.sums.any()
+
+
+# -- adopt -------------------------------------------------------------------------------------
+
+
+def test_adopting_a_plan_moves_ownership() -> None:
+    holdings = hold(TIED, "0:3@0 | 3:6@1")
+    assert holdings.owned == (0, 1, 2, 6)
+    for slab in (0, 1):
+        holdings.drop(slab)
+    for slab in (4, 5):
+        holdings.join(slab)
+    holdings.adopt(Plan.parse("0:2@1 | 2:3@0 | 3:4@1 | 4:6@1,0"))
+    assert holdings.owned == (2, 4, 5, 6)
+    holdings.join(3)
+    holdings.adopt(Plan.parse("0:2@1 | 2:6@0"))
+    assert holdings.owned == (2, 3, 4, 5, 6)
+
+
+def test_adopting_a_plan_that_gives_other_slabs_is_refused() -> None:
+    holdings = hold(UNTIED, "0:3@0 | 3:6@1")
+    message = r"worker 0 holds slabs \[0, 1, 2\], but the plan '0:4@0 | 4:6@1' gives it \[0, 1, 2, 3\]"
+    with pytest.raises(ValueError, match=message.replace("|", r"\|")):
+        holdings.adopt(Plan.parse("0:4@0 | 4:6@1"))
+
+
+# -- training and evaluation -------------------------------------------------------------------
+
+
+def test_a_block_that_comes_during_an_evaluation_is_in_evaluation() -> None:
+    holdings = hold(TIED, "0:3@0 | 3:6@1")
+    assert all(block.training for block in holdings.blocks.values())
+    holdings.train(False)
+    holdings.drop(1)
+    holdings.join(1)
+    holdings.join(4)
+    assert not any(block.training for block in holdings.blocks.values())
+    kept = holdings.blocks[4]
+    holdings.drop(4)
+    holdings.train(True)
+    holdings.join(4)
+    assert holdings.blocks[4] is kept
+    assert all(block.training for block in holdings.blocks.values())
+
+
+def test_slabs_come_in_ascending_order() -> None:
+    holdings = hold(TIED, "0:6@1")
+    for slab in (4, 1, 3):
+        holdings.join(slab)
+    assert [slab.index for slab in holdings] == [1, 3, 4]
