@@ -25,7 +25,9 @@ import time
 from collections import defaultdict
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from itertools import pairwise
 from pathlib import Path
+from typing import Literal
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 ROOT = Path(__file__).resolve().parents[1]
@@ -44,7 +46,7 @@ from megatron_flex.runtime.holdings import Holdings
 from megatron_flex.runtime.optimizer import OptimizerConfig, StepSize
 from megatron_flex.runtime.world import World
 
-WAYS = ("live", "handover", "stall")
+WAYS: tuple[Literal["live", "handover", "stall"], ...] = ("live", "handover", "stall")
 PERIOD = 3  # iterations on a plan; the last of them switches
 STEP = StepSize(1e-4, 0.01)
 
@@ -139,7 +141,7 @@ def suspend_resume(arguments: argparse.Namespace, directory: Path) -> list[float
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     subprocess.run(command, check=True, env=environment, stdout=subprocess.DEVNULL)
     lines = [json.loads(line) for line in log.read_text().splitlines()]
-    return [b["time"] - b["elapsed"] - a["time"] for a, b in zip(lines, lines[1:], strict=False)]
+    return [b["time"] - b["elapsed"] - a["time"] for a, b in pairwise(lines)]
 
 
 def spread(values: list[float], unit: float = 1e3) -> str:
@@ -167,7 +169,7 @@ def report(state: int, samples: list[Sample], restarts: list[float]) -> None:
     for way in WAYS:
         mine = [s for s in samples if s.way == way]
         stalls, extras = [], []
-        for before, after in zip(mine, mine[1:], strict=False):
+        for before, after in pairwise(mine):
             if before.position == PERIOD - 1 and after.position == 0:
                 stalls.append(after.gap - gap)
                 both = before.elapsed + after.elapsed

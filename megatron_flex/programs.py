@@ -28,9 +28,13 @@ def op_costs(config: ModelConfig, plan: Plan, micro_batches: Sequence[MicroBatch
     forward, backward_input, backward_weight, activation = [], [], [], []
     for stage in plan.stages:
         units = works[stage.start : stage.stop]
+        again = [works[u] for u in plan.o_plan.recompute if stage.start <= u < stage.stop]
         forward.append(tuple(sum(u.forward(*size) for u in units) for size in sizes))
         split = [[u.backward_split(*size) for u in units] for size in sizes]
-        backward_input.append(tuple(sum(i for i, _ in row) for row in split))
+        repeated = [sum(u.forward(*size) for u in again) for size in sizes]
+        backward_input.append(
+            tuple(sum(i for i, _ in row) + more for row, more in zip(split, repeated, strict=True))
+        )
         backward_weight.append(tuple(sum(w for _, w in row) for row in split))
         held = BYTES_PER_ACTIVATION * config.hidden_size * (stage.stop - stage.start)
         activation.append(tuple(held * tokens for tokens, _ in sizes))

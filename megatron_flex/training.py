@@ -24,6 +24,7 @@ from megatron_flex.loop.memory import check_memory, memory_of_worker
 from megatron_flex.loop.open_plans import open_plans
 from megatron_flex.loop.plans import Choice, Recording
 from megatron_flex.loop.stopping import Stopping
+from megatron_flex.loop.tracing import Tracing
 from megatron_flex.model.attention import check_attention
 from megatron_flex.model.config import loss_names
 from megatron_flex.planner.flops import iteration_flops
@@ -41,7 +42,6 @@ from megatron_flex.telemetry.record import IterationRecord, ValidationRecord
 from megatron_flex.telemetry.recorder import open_recorder
 from megatron_flex.telemetry.sink import TelemetryError
 from megatron_flex.telemetry.throughput import known_peak_flops
-from megatron_flex.telemetry.trace import TraceWriter, join
 from megatron_flex.tokenizers.base import TokenizerError
 
 EXPECTED = (
@@ -108,9 +108,7 @@ class Trainer:
         self.iterations = Iterations(
             config, plan, Executor(world, self.holdings, optimizer), self.coefficients
         )
-        trace = config.flexpipe.flexpipe_trace
-        self.trace = TraceWriter(trace, world.rank) if trace else None
-        self.iterations.executor.clock.trace = trace is not None
+        self.trace = Tracing(config.flexpipe.flexpipe_trace, world, self.iterations)
         self.stalls = StallMeter()
         self.switched = False
         self.stopping = Stopping(t)
@@ -145,7 +143,7 @@ class Trainer:
         if self.config.evaluation.skip_train or self.train():
             self.final_evaluation()
         self.plans.close()
-        self._end_trace()
+        self.trace.close()
         self.checkpoints.close()
 
     def train(self) -> bool:
@@ -215,12 +213,7 @@ class Trainer:
             signals=self._signals,
             count_zeros=self.config.logging.log_num_zeros_in_grad,
         )
-        if self.trace is not None:
-            spans = self.iterations.executor.clock.spans
-            self.trace.add(
-                self.progress.iteration + 1, ((x.instruction, x.start, x.stop) for x in spans)
-            )
-            spans.clear()
+        self.trace.add(self.progress.iteration + 1)
         if not result.skipped:
             self.schedule.step(batch.size)
         squares = float((batch.lengths.astype(float) ** 2).sum())
@@ -270,15 +263,6 @@ class Trainer:
             self._restart()
         return result
 
-    def _end_trace(self) -> None:
-        path = self.config.flexpipe.flexpipe_trace
-        if self.trace is None or path is None:
-            return
-        self.trace.close()
-        self.world.barrier()
-        if self.world.rank == 0:
-            join(path, self.world.size)
-
     def _restart(self) -> NoReturn:
         directory = self.config.checkpoint.save
         assert directory is not None, "arguments were checked"
@@ -308,6 +292,8 @@ class Trainer:
         notes["bubble"] = f"{100 * extra['bubble']:.1f}%"
         if choice.seconds is not None:
             extra["predicted"] = choice.seconds
+            if choice.uncorrected is not None:
+                extra["predicted-uncorrected"] = choice.uncorrected
             notes["predicted/measured (ms)"] = f"{1000 * choice.seconds:.1f}/{1000 * elapsed:.1f}"
         return extra, notes
 

@@ -6,6 +6,7 @@
     python tools/draw_schedule.py --devices 4 --tokens 900,120,400,60,300 --schedule zb-v best
     python tools/draw_schedule.py --plan "0:2@0,1 | 2:5@2 | 5:8@3" --micro-batches 6
     python tools/draw_schedule.py --devices 8 --schedule zb-v --output zbv.svg
+    python tools/draw_schedule.py --trace trace.json --iteration 12 --output actual.svg
 
 Every operation takes one second for each unit of its stage: forward, input half and weight half of
 the backward alike. With --tokens, micro-batches take time in proportion to their tokens. ZB-V puts
@@ -16,6 +17,7 @@ layout of ZB-V.
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -28,7 +30,7 @@ from megatron_flex.planner.plan import Plan, PlanError, Stage
 from megatron_flex.schedule import draw
 from megatron_flex.schedule.costs import OpCosts
 from megatron_flex.schedule.list_scheduler import POLICIES, policy, search, simulate
-from megatron_flex.schedule.placement import Placement
+from megatron_flex.schedule.placement import OpKind, Placement, positions
 from megatron_flex.schedule.replay import replay_program
 from megatron_flex.schedule.text import load
 
@@ -46,6 +48,8 @@ def parse_arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     what.add_argument("--devices", type=int, default=4, help="devices of an even pipeline")
     what.add_argument("--plan", help="all stages, such as '0:5@0,1 | 5:8@2'")
     what.add_argument("--program", type=Path, help="a saved program, whose order is drawn")
+    what.add_argument("--trace", type=Path, help="a trace of a run: planned against actual")
+    parser.add_argument("--iteration", type=int, help="of the trace; default its last")
     parser.add_argument("--micro-batches", type=int, default=8)
     parser.add_argument("--tokens", help="tokens of each micro-batch, such as 900,120,400,60")
     parser.add_argument(
@@ -99,18 +103,72 @@ def make(args: argparse.Namespace, name: str) -> Placement:
     return simulate(plan, costs, policy(name))
 
 
+def planned_and_actual(path: Path, iteration: int | None) -> dict[str, Placement]:
+    """An iteration of a trace, as the schedule planned it and as it went."""
+    events = json.loads(path.read_text())["traceEvents"]
+    notes = {e["args"]["iteration"]: e["args"] for e in events if e.get("name") == "iteration"}
+    if not notes:
+        raise ValueError("it has no iterations")
+    iteration = max(notes) if iteration is None else iteration
+    if iteration not in notes:
+        raise ValueError(f"it has iterations {min(notes)} to {max(notes)}, not {iteration}")
+    note = notes[iteration]
+    plan, route = Plan.parse(note["plan"]), tuple(map(tuple, note["route"]))
+    stages, batches = len(plan.stages), len(note["tokens"])
+    kinds = {"Forward": OpKind.FORWARD, "Backward": OpKind.BACKWARD}
+    spans = []
+    for event in events:
+        if event.get("name") in kinds and event["args"]["iteration"] == iteration:
+            words = dict(word.split("=") for word in event["args"]["what"].split())
+            place = kinds[event["name"]] * stages + int(words["stage"])
+            code = place * batches + int(words["micro_batch"])
+            spans.append((event["ts"] / 1e6, event["dur"] / 1e6, event["pid"], code))
+    spans.sort()
+    if not spans:
+        raise ValueError(f"iteration {iteration} has no operations")
+    costs = _costs(note["costs"], sum(seconds for _, seconds, _, _ in spans))
+    planned = simulate(plan, costs, policy(note["schedule"]), table=route)
+    begin = spans[0][0]
+    start, finish = [0.0] * len(spans), [0.0] * len(spans)
+    order: list[list[int]] = [[] for _ in range(planned.problem.num_devices)]
+    for at, seconds, device, code in spans:
+        start[code], finish[code] = at - begin, at - begin + seconds
+        order[device].append(code)
+    sequence = positions([code for *_, code in spans])
+    actual = Placement(planned.problem, tuple(map(tuple, order)), tuple(start), tuple(finish),
+                       sequence, max(finish), planned.peak)  # fmt: skip
+    return {"planned": planned, "actual": actual}
+
+
+def _costs(relative: dict[str, list[list[float]]], seconds: float) -> OpCosts:
+    """Relative costs, scaled to so much work in all."""
+    parts = ("forward", "backward_input", "backward_weight")
+    scale = seconds / sum(sum(map(sum, relative[part])) for part in parts)
+    times = {p: tuple(tuple(scale * x for x in row) for row in relative[p]) for p in parts}
+    rest = {p: tuple(map(tuple, relative[p])) for p in ("transfer", "activation")}
+    return OpCosts(**times, **rest)
+
+
 def main(given: Sequence[str] | None = None) -> int:
     """Draw what the command line asks for; the exit status."""
     args = parse_arguments(given)
     names = [str(args.program)] if args.program else args.schedule
+    traced: dict[str, Placement] = {}
+    if args.trace:
+        try:
+            traced = planned_and_actual(args.trace, args.iteration)
+        except (OSError, ValueError, KeyError) as error:
+            print(f"draw_schedule: {args.trace} is no trace of a run: {error}", file=sys.stderr)
+            return 2
+        names = list(traced)
     for number, name in enumerate(names):
         try:
-            placement = make(args, name)
+            placement = traced[name] if args.trace else make(args, name)
         except (OSError, PlanError, ValueError) as error:
             print(f"draw_schedule: {error}", file=sys.stderr)
             return 2
         print(f"{'' if number == 0 else chr(10)}{name}")
-        print(draw.grid(placement, args.width, "micro-batches"))
+        print(draw.grid(placement, args.width, "bytes" if args.trace else "micro-batches"))
         if args.output:
             path = args.output
             if len(names) > 1:

@@ -17,6 +17,7 @@ from megatron_flex.programs import build_program
 from megatron_flex.runtime.executor import Executor, StepInputs, StepResult, reduction_groups
 from megatron_flex.runtime.optimizer import StepSize
 from megatron_flex.schedule.emit import switch_only
+from megatron_flex.schedule.instructions import Program
 from megatron_flex.schedule.transition import Transition, transition
 from megatron_flex.schedule.validate import validate
 
@@ -47,7 +48,10 @@ def cut(
 
 @dataclass
 class Iterations:
-    """Runs iterations; ``plan`` is the layout that the devices are in."""
+    """Runs iterations; ``plan`` is the layout that the devices are in.
+
+    ``last``: the program that ran last, and its micro-batches.
+    """
 
     config: Config
     plan: Plan
@@ -55,6 +59,7 @@ class Iterations:
     coefficients: CostCoefficients
 
     def __post_init__(self) -> None:
+        self.last: tuple[Program, tuple[MicroBatch, ...]] | None = None
         self._reader = Reader(self.config.data.num_workers)
         self._validated: set[tuple[Plan, Plan | None, int, bool]] = set()
 
@@ -126,6 +131,7 @@ class Iterations:
             self._validated.add(key)
         if world.reductions is not None and not evaluate:
             world.reductions.prepare(reduction_groups([program]))
+        self.last = (program, micro_batches)
         self._reader.start(source, micro_batches, program, world.rank)
         return self.executor.run(program, inputs)
 

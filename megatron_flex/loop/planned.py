@@ -101,6 +101,7 @@ class PlannedPlans:
             told["reason"],
             told["seconds"],
             frozenset((slab, device) for slab, device in told["late"]),
+            told["uncorrected"],
         )
         if self._world.rank == 0:
             self._ask(iteration + 1)
@@ -130,7 +131,7 @@ class PlannedPlans:
         if answer.decision is None:
             return _told(self._choice, problem=answer.problem)
         decision = answer.decision
-        self._predicted[iteration] = decision.predicted.seconds
+        self._predicted[iteration] = uncorrected = decision.predicted.seconds
         reason = "; ".join(
             f"{r.condition}: {r.text} ({r.left:.4g} against {r.right:.4g} {r.unit}:"
             f" {'yes' if r.holds else 'no'})"
@@ -141,8 +142,9 @@ class PlannedPlans:
                 decision.plan,
                 decision.action.symbol,
                 reason,
-                decision.predicted.seconds * answer.factor,
+                uncorrected * answer.factor,
                 frozenset(answer.late),
+                uncorrected,
             )
         )
 
@@ -220,6 +222,7 @@ def _told(choice: Choice, problem: str = "") -> str:
             "reason": choice.reason,
             "seconds": choice.seconds,
             "late": sorted(choice.late),
+            "uncorrected": choice.uncorrected,
             "problem": problem,
         }
     )

@@ -21,6 +21,7 @@ class Choice:
         seconds: predicted time of an iteration on it, if it was predicted.
         late: (slab, device) pairs that are handed over after the update of the iteration before,
             for lack of room for an early copy.
+        uncorrected: ``seconds`` as the cost model has it, without what earlier iterations taught.
     """
 
     plan: Plan
@@ -28,6 +29,7 @@ class Choice:
     reason: str = ""
     seconds: float | None = None
     late: frozenset[tuple[int, int]] = frozenset()
+    uncorrected: float | None = None
 
 
 class Plans(Protocol):

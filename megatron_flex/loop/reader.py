@@ -1,4 +1,4 @@
-"""Reads the tokens of an iteration's micro-batches in threads, ahead of the compute that needs them."""
+"""Reads the tokens of an iteration's micro-batches in threads, before they are needed."""
 
 from __future__ import annotations
 

@@ -59,6 +59,7 @@ class Planner:
         options: PlannerOptions,
         devices: Sequence[int] | None = None,
     ) -> None:
+        self._warned = False  # once is enough
         chosen = tuple(range(cluster.world_size)) if devices is None else tuple(devices)
         self.options = options
         self.elements = ModelCosts(config, profile, cluster, options, chosen)
@@ -70,6 +71,13 @@ class Planner:
 
     def finder(self, batches: Sequence[Batch]) -> Finder:
         """For candidates of one batch; warns where the profile is extrapolated."""
+        if not self._warned:
+            tokens = [b.tokens for b in batches]
+            low, high = min(float(t.min()) for t in tokens), max(float(t.max()) for t in tokens)
+            # One sample alone has tokens**2 pairs, so this is the longest it can be.
+            longest = max(float(b.squares.max()) for b in batches) ** 0.5
+            profile = self.units.profile
+            self._warned = profile.warn_outside((int(low), int(high)), int(longest)) is not None
         return Finder(self.units, self.elements, batches)
 
     def running(self, plan: Plan, batch: Batch, seconds: float | None = None) -> Running:

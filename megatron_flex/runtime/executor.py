@@ -16,6 +16,7 @@ from megatron_flex.runtime.clock import Clock, Measured
 from megatron_flex.runtime.communicator import Communicator, StateTransfers, explain
 from megatron_flex.runtime.holdings import Holdings
 from megatron_flex.runtime.optimizer import OptimizerConfig, StepSize, clip_coefficient, update
+from megatron_flex.runtime.recompute import recomputed
 from megatron_flex.runtime.slab import Slab
 from megatron_flex.runtime.world import World
 from megatron_flex.schedule.instructions import (
@@ -98,6 +99,9 @@ class _Run:
     finished: set[int] = field(default_factory=set)
     result: StepResult | None = None
 
+    def __post_init__(self) -> None:
+        self.recompute = frozenset(self.program.plan.o_plan.recompute if self.training else ())
+
 
 class Executor:
     """The worker of one device."""
@@ -176,7 +180,12 @@ class Executor:
         for unit in range(stage.start, stage.stop):
             for slab in self._slabs_of[unit]:
                 self._wait_arrived(slab)
-            hidden = self.holdings.blocks[unit](hidden, batch)
+            block = self.holdings.blocks[unit]
+            # The embedding keeps nothing, so there is nothing to recompute.
+            if unit in run.recompute and hidden is not None:
+                hidden = recomputed(block, hidden, batch)
+            else:
+                hidden = block(hidden, batch)
         assert hidden is not None
         if run.training:
             run.saved[op.stage, op.micro_batch] = (source, hidden)
@@ -330,6 +339,8 @@ class Executor:
 
     def _drop(self, run: _Run, op: Drop) -> None:
         slab = self._gradient(run, op.slab)
+        # What was handed over to a device without work may still be on its way.
+        self._wait_arrived(op.slab)
         self._states.left(op.slab)
         slab.grads.zero_()
         self.holdings.drop(op.slab)

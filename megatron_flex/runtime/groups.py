@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeoutError  # not the built-in in 3.10
 from datetime import timedelta
 from typing import Any
 
@@ -32,6 +33,8 @@ class ReductionGroups:
     Args:
         store: where workers meet; all of them reach it.
         backend: ``gloo`` or ``nccl``.
+        capacity: groups to keep, those of others included; more where an iteration and the one
+            before it need more.
     """
 
     def __init__(
@@ -46,7 +49,7 @@ class ReductionGroups:
         self._store = store
         self._backend = backend
         self._timeout = timeout
-        self._capacity = capacity
+        self.capacity = capacity
         self._known: OrderedDict[Ranks, Future[Group] | None] = OrderedDict()
         self._made: Counter[Ranks] = Counter()
         self._previous: list[Ranks] = []
@@ -69,7 +72,7 @@ class ReductionGroups:
             self._known[ranks] = self._maker.submit(self._make, ranks, made) if member else None
         recent = len({*wanted, *self._previous})
         self._previous = wanted
-        while len(self._known) > max(self._capacity, recent):
+        while len(self._known) > max(self.capacity, recent):
             _, future = self._known.popitem(last=False)
             if future is not None:
                 self._maker.submit(self._destroy, future)
@@ -82,7 +85,7 @@ class ReductionGroups:
         seconds = self._timeout.total_seconds()
         try:
             group = future.result(seconds)
-        except TimeoutError as error:
+        except FutureTimeoutError as error:
             raise RuntimeError(
                 f"the process group {ranks} was not made within {seconds:.0f} s: is one of its"
                 " workers stuck?"

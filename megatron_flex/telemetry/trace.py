@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -58,8 +58,19 @@ class TraceWriter:
             self._write({"name": "thread_name", "ph": "M", "pid": rank, "tid": number,
                          "args": {"name": name}})  # fmt: skip
 
-    def add(self, iteration: int, spans: Iterable[tuple[Instruction, float, float]]) -> None:
-        """Append one iteration: instructions with start and stop in seconds of one clock."""
+    def add(
+        self,
+        iteration: int,
+        spans: Iterable[tuple[Instruction, float, float]],
+        about: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Append one iteration: instructions with start and stop in seconds of one clock.
+
+        ``about``: what a reader needs to know of the iteration; one worker gives it.
+        """
+        if about is not None:
+            self._write({"name": "iteration", "ph": "M", "pid": self._rank,
+                         "args": {"iteration": iteration, **about}})  # fmt: skip
         for instruction, start, stop in spans:
             name, _, arguments = str(instruction).partition(" ")
             self._write(

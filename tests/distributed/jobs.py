@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
@@ -50,6 +50,14 @@ TINY = ModelConfig(
 )
 
 
+BERT = replace(
+    TINY, architecture="bert", causal=False, num_tokentypes=2, binary_head=True, num_layers=2
+)
+
+Fault = Callable[[Executor, Program], Program]
+"""Breaks this worker's part of an iteration; returns the program that it runs instead."""
+
+
 @dataclass(frozen=True)
 class Outcome:
     """What one rank reports: the losses (the same on all) and the state that it owns."""
@@ -67,20 +75,42 @@ def batch_of(iteration: int, size: int = 8, longest: int = 60) -> GlobalBatch:
 
 
 def packed(config: ModelConfig, micro_batch: MicroBatch, masked: frozenset[int]) -> PackedBatch:
-    """Random tokens keyed by sample; samples in ``masked`` give no loss."""
+    """Random tokens keyed by sample; samples in ``masked`` give no loss.
+
+    BERT predicts some of the tokens, and has two segments and a sentence order a sample.
+    """
     rows = []
-    for piece in micro_batch.slices:
+    slices = micro_batch.slices
+    for piece in slices:
         rng = np.random.default_rng((7, piece.sample))
         rows.append(rng.integers(0, config.vocab_size, piece.tokens + 1))
-    mask = [np.full(s.tokens, s.sample not in masked) for s in micro_batch.slices]
+    mask = [_targets(config, s.sample, s.tokens) * (s.sample not in masked) for s in slices]
+    types = order = None
+    if config.binary_head:
+        segments = [np.arange(s.tokens) >= s.tokens // 2 for s in slices]
+        types = torch.from_numpy(np.concatenate(segments).astype(np.int64))
+        order = torch.tensor(
+            [-1 if s.sample in masked else int(s.sample % 3 == 0) for s in slices]
+        )
     return PackedBatch(
-        lengths=tuple(s.tokens for s in micro_batch.slices),
-        samples=tuple(s.sample for s in micro_batch.slices),
-        starts=tuple(s.start for s in micro_batch.slices),
+        lengths=tuple(s.tokens for s in slices),
+        samples=tuple(s.sample for s in slices),
+        starts=tuple(s.start for s in slices),
         tokens=torch.from_numpy(np.concatenate([r[:-1] for r in rows])),
         labels=torch.from_numpy(np.concatenate([r[1:] for r in rows])),
         loss_mask=torch.from_numpy(np.concatenate(mask).astype(np.float32)),
+        token_types=types,
+        sentence_order=order,
     )
+
+
+def _targets(config: ModelConfig, sample: int, tokens: int) -> Any:
+    """Which tokens of a sample are predicted: all in GPT, some in BERT, at least the first."""
+    if config.architecture == "gpt":
+        return np.ones(tokens, bool)
+    chosen = np.random.default_rng((8, sample)).random(tokens) < 0.3
+    chosen[0] = True
+    return chosen
 
 
 def train(
@@ -89,7 +119,7 @@ def train(
     iterations: int = 20,
     *,
     policy: str = "1f1b",
-    fault: str = "",
+    fault: str | Fault = "",
     masked: frozenset[int] = frozenset(),
     longest: int = 60,
     way: str = "early",
@@ -103,9 +133,11 @@ def train(
     """Train on this worker's part of ``plans``: one, or one for each iteration (the last stays).
 
     Args:
+        fault: the name of a fault that :func:`inject` knows, or one that breaks executor and
+            program itself; when an iteration has ended the executor's handlers are the honest ones.
         way: how slabs reach new holders: ``early``, ``late`` or ``mixed``.
-        fault_when: ``always`` (from iteration 3 on), ``switch`` (only in the first iteration that
-            switches), or ``settled`` (only in the iteration after that).
+        fault_when: ``always`` (from iteration 3 on) or ``switch`` (only in the first iteration
+            that switches).
         budget: most tokens of a micro-batch; by default two thirds of ``longest``.
         capacity: most process groups to keep; by default as in training.
         evaluate: evaluate a batch between any two iterations.
@@ -123,6 +155,7 @@ def train(
     executor = Executor(world, holdings, OptimizerConfig(adam_eps=ADAM_EPS))
     results = []
     broken = False
+    honest = dict(HANDLERS)
     for iteration in range(iterations):
         plan, following = (listed[min(i, len(listed) - 1)] for i in (iteration, iteration + 1))
         switch = None
@@ -132,15 +165,18 @@ def train(
             late = {"early": frozenset[tuple[int, int]](), "late": None, "mixed": odd}[way]
             switch = transition(plan, following, layers, late=late)
         batch = batch_of(iteration, longest=longest)
-        batch = replace(batch, denominators=(_loss_tokens(batch, masked),))
-        parts = cut_by_tokens(batch, 2 * longest // 3, CostCoefficients())
+        batch = replace(batch, denominators=denominators(config, batch, masked))
+        parts = cut_by_tokens(batch, budget or 2 * longest // 3, CostCoefficients())
         program = build_program(config, plan, parts, world.size, policy=policy, switch=switch)
         validate(program, layers)
         if world.reductions is not None:
             world.reductions.prepare(reduction_groups([program]))
         due = iteration >= 3 if fault_when == "always" else switch is not None and not broken
         if fault and due:
-            program = inject(fault, holdings, program, world.rank, first=not broken)
+            if isinstance(fault, str):
+                program = inject(fault, holdings, program, world.rank, first=not broken)
+            else:
+                program = fault(executor, program)
             broken = True
         inputs = StepInputs(
             partial(_read, config, parts, masked),
@@ -148,12 +184,30 @@ def train(
             StepSize(learning_rate=1e-3, weight_decay=0.1),
         )
         results.append(executor.run(program, inputs))
-        HANDLERS[Backward] = Executor._backward  # a fault leaves no state behind
+        HANDLERS.update(honest)
         if switch is not None:
             holdings.adopt(following)
+        if evaluate:
+            results.append(_evaluate(executor, config, following, parts, inputs))
+        if each is not None:
+            each(iteration, executor)
     executor.settle()
     state = {k: v.clone() for k, v in holdings.named_state(owned=True).items()}
     return Outcome(tuple(results), state, holdings.updates)
+
+
+def _evaluate(
+    executor: Executor,
+    config: ModelConfig,
+    plan: Plan,
+    parts: tuple[MicroBatch, ...],
+    inputs: StepInputs,
+) -> StepResult:
+    """Evaluate the batch that was just trained on, on the plan that comes next."""
+    world = executor.world
+    program = build_program(config, plan, parts, world.size, forward_only=True)
+    validate(program, config.layers, forward_only=True)
+    return executor.run(program, replace(inputs, step_size=None))
 
 
 def _read(
@@ -167,8 +221,19 @@ def _read(
     return packed(config, parts[micro_batch], masked)
 
 
-def _loss_tokens(batch: GlobalBatch, masked: frozenset[int]) -> int:
-    return sum(int(n) for i, n in enumerate(batch.lengths) if batch.first_sample + i not in masked)
+def denominators(
+    config: ModelConfig, batch: GlobalBatch, masked: frozenset[int]
+) -> tuple[int, ...]:
+    """Targets of a whole batch, for each loss."""
+    samples = [
+        (batch.first_sample + i, int(n))
+        for i, n in enumerate(batch.lengths)
+        if batch.first_sample + i not in masked
+    ]
+    if config.architecture == "gpt":
+        return (sum(n for _, n in samples),)
+    targets = sum(int(_targets(config, sample, n).sum()) for sample, n in samples)
+    return (targets, len(samples)) if config.binary_head else (targets,)
 
 
 Merged = tuple[tuple[StepResult, ...], dict[str, torch.Tensor]]
@@ -206,6 +271,15 @@ def assert_same(
         assert error <= 5e-6 * torch.linalg.vector_norm(value), (
             f"{name} differs by {error:.2e}, its norm is {torch.linalg.vector_norm(value):.2e}"
         )
+
+
+def assert_equal_bits(actual: Merged, expected: Merged) -> None:
+    """Losses, norms, weights and moments are the very same."""
+    for number, (a, e) in enumerate(zip(actual[0], expected[0], strict=True)):
+        assert (a.losses, a.grad_norm) == (e.losses, e.grad_norm), f"iteration {number}"
+    assert actual[1].keys() == expected[1].keys()
+    different = [n for n, v in expected[1].items() if not v.equal(actual[1][n])]
+    assert not different, f"other bits in {different}"
 
 
 def inject(fault: str, holdings: Holdings, program: Program, rank: int, *, first: bool) -> Program:

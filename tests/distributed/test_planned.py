@@ -124,7 +124,7 @@ def starved(argv: Sequence[str]) -> runs.Run:
         object.__setattr__(options, "budget", 1000)
         return keep(plans, iteration)
 
-    planned.PlannedPlans._keep = tight  # type: ignore[method-assign]
+    planned.PlannedPlans._keep = tight  # type: ignore[method-assign, assignment]
     try:
         return disturbed(argv, signal.SIGKILL)
     finally:

@@ -99,13 +99,15 @@ def test_the_four_triggers() -> None:
     assert [r.condition for r in back.reasons] == ["A", "B"]
     assert back.action is (Action.KEEP if back.reasons[1].holds else Action.SHRINK)
 
-    slightly = hbsa.decide(even_batch(16, 510), running_one, 510)
+    # Three stages of four devices are uneven, so over many micro-batches a little recompute is
+    # cheaper.
+    slightly = hbsa.decide(even_batch(500, 1010), running_two, 1010)
     assert slightly.action is Action.OPTIMISE
     assert [(r.condition, r.holds) for r in slightly.reasons] == [
         ("A", False), ("C", True), ("D", True),
     ]  # fmt: skip
     saved = slightly.predicted.recomputed_bytes + slightly.predicted.offloaded_bytes
-    assert saved == pytest.approx(0.02 * GB * 510 - 10 * GB)
+    assert saved == pytest.approx(0.02 * GB * 1010 - 20 * GB)
 
     grow = hbsa.decide(long, running_one, 1200)
     assert grow.action is Action.GROW

@@ -1,0 +1,266 @@
+"""Measures what the units of a model cost on this machine: the input of the planner's profile.
+
+The very modules and slabs that training uses run forward and backward on packed micro-batches over
+a grid of token counts and sample lengths. Repeats are interleaved over all points in a new random
+order each time, so that a disturbance does not fall on one point alone; a point's value is the
+median.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from megatron_flex.cluster.cluster import Link
+from megatron_flex.cluster.fit import FitError, Point, errors, fit_line
+from megatron_flex.cluster.profile import KindProfile, Line, Profile
+from megatron_flex.data.packed import PackedBatch
+from megatron_flex.model.config import ModelConfig
+from megatron_flex.model.layers import Kind
+from megatron_flex.planner.memory import boundary_bytes, unit_memory
+from megatron_flex.planner.plan import Plan, Stage
+from megatron_flex.runtime.holdings import Holdings
+from megatron_flex.runtime.optimizer import OptimizerConfig, StepSize, update
+
+PARTS = ("forward", "backward_input", "backward")
+Samples = dict[tuple[Kind, str], list[Point]]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A micro-batch to measure: the lengths of its samples."""
+
+    lengths: tuple[int, ...]
+
+    @property
+    def tokens(self) -> int:
+        """Number of tokens."""
+        return sum(self.lengths)
+
+    @property
+    def squares(self) -> int:
+        """Token pairs."""
+        return sum(n * n for n in self.lengths)
+
+
+def grid(tokens: Sequence[int], lengths: Sequence[int]) -> list[Shape]:
+    """Micro-batches of ``tokens`` tokens cut to samples of each length (and one sample alone)."""
+    shapes = {}
+    for total in tokens:
+        for length in (*lengths, total):
+            size = min(length, total)
+            whole, rest = divmod(total, size)
+            shapes[Shape((size,) * whole + ((rest,) if rest else ()))] = None
+    return list(shapes)
+
+
+def random_shapes(count: int, tokens: tuple[int, int], longest: int, seed: int) -> list[Shape]:
+    """Micro-batches that no grid has: random totals, random lengths within both ranges."""
+    draw = random.Random(seed)
+    shapes = []
+    for _ in range(count):
+        total = round(tokens[0] * (tokens[1] / tokens[0]) ** draw.random())
+        top = max(2, min(longest, total))
+        lengths: list[int] = []
+        while sum(lengths) < total:
+            length = round(16 * (top / 16) ** draw.random()) if top > 16 else top
+            lengths.append(min(length, total - sum(lengths)))
+        shapes.append(Shape(tuple(lengths)))
+    return shapes
+
+
+class Workbench:
+    """One unit of each kind, with slabs, as a device of a running job has them."""
+
+    def __init__(self, config: ModelConfig, device: torch.device) -> None:
+        self.config = replace(config, num_layers=1)
+        self.device = device
+        units = self.config.layers.num_units
+        plan = Plan((Stage(0, units, (0,)),))
+        self.holdings = Holdings(self.config, plan, 0, device)
+        self.blocks = {u.kind: self.holdings.blocks[u.index] for u in self.config.layers.units}
+        for block in self.blocks.values():
+            block.train()
+
+    def batch(self, shape: Shape) -> PackedBatch:
+        """The tensors of a micro-batch, with random tokens."""
+        generator = torch.Generator().manual_seed(shape.tokens)
+        size = self.config.vocab_size
+        tokens = torch.randint(size, (shape.tokens,), generator=generator)
+        bert = self.config.architecture == "bert"
+        return PackedBatch(
+            lengths=shape.lengths,
+            samples=tuple(range(len(shape.lengths))),
+            starts=(0,) * len(shape.lengths),
+            tokens=tokens,
+            labels=tokens,
+            loss_mask=torch.ones(shape.tokens),
+            token_types=torch.zeros_like(tokens) if self.config.num_tokentypes else None,
+            sentence_order=torch.zeros(len(shape.lengths), dtype=torch.long) if bert else None,
+        ).to(self.device)
+
+    def _now(self) -> float:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return time.perf_counter()
+
+    def _input(self, shape: Shape, kind: Kind) -> Tensor | None:
+        if kind is Kind.EMBEDDING:
+            return None
+        dtype = next(self.blocks[kind].parameters()).dtype
+        size = (shape.tokens, 1, self.config.hidden_size)
+        return torch.randn(size, dtype=dtype, device=self.device, requires_grad=True)
+
+    def run(self, kind: Kind, shape: Shape) -> dict[str, float]:
+        """Seconds of the parts of one pass of one unit over one micro-batch."""
+        block, batch = self.blocks[kind], self.batch(shape)
+        hidden = self._input(shape, kind)
+        begin = self._now()
+        output = block(hidden, batch)
+        forward = self._now() - begin
+        gradient = torch.ones_like(output)
+        half = 0.0
+        if hidden is not None:
+            begin = self._now()
+            torch.autograd.grad(output, hidden, gradient)
+            half = self._now() - begin
+            del output
+            output = block(hidden, batch)
+        begin = self._now()
+        torch.autograd.backward(output, gradient)
+        whole = self._now() - begin
+        return {"forward": forward, "backward_input": half, "backward": whole}
+
+    def activation(self, kind: Kind, shape: Shape) -> int:
+        """Bytes that a forward keeps for the backward: unique storages, parameters apart."""
+        block, batch = self.blocks[kind], self.batch(shape)
+        own = {p.untyped_storage().data_ptr() for p in block.parameters()}
+        kept: dict[int, int] = {}
+
+        def keep(tensor: Tensor) -> Tensor:
+            storage = tensor.untyped_storage()
+            if tensor.is_floating_point() and storage.data_ptr() not in own:
+                kept[storage.data_ptr()] = storage.nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            block(self._input(shape, kind), batch)
+        return sum(kept.values())
+
+    def update(self, slab: int) -> float:
+        """Seconds of one optimizer step of a slab."""
+        begin = self._now()
+        update(self.holdings.slabs[slab], OptimizerConfig(), StepSize(0.0, 0.0), 1.0, 0)
+        return self._now() - begin
+
+
+def measure(
+    bench: Workbench,
+    shapes: Sequence[Shape],
+    repeats: int,
+    progress: Callable[[int], object] = lambda _: None,
+    seed: int = 0,
+) -> Samples:
+    """Median seconds of every part of every kind on every shape.
+
+    ``progress`` is called with the number of runs done since the last call.
+    """
+    found: dict[tuple[Kind, str, Shape], list[float]] = defaultdict(list)
+    order = [(kind, shape) for kind in Kind for shape in shapes]
+    draw = random.Random(seed)
+    for repeat in range(repeats + 1):
+        draw.shuffle(order)
+        for kind, shape in order:
+            parts = bench.run(kind, shape)
+            if repeat:  # the first round warms caches and allocators up
+                for part, seconds in parts.items():
+                    found[kind, part, shape].append(seconds)
+            progress(1)
+    samples: Samples = defaultdict(list)
+    for (kind, part, shape), values in found.items():
+        point = Point(float(shape.tokens), float(shape.squares), statistics.median(values))
+        samples[kind, part].append(point)
+    return dict(samples)
+
+
+def runs(shapes: Sequence[Shape], repeats: int) -> int:
+    """How often :func:`measure` calls its progress."""
+    return len(Kind) * len(shapes) * (repeats + 1)
+
+
+def fit(
+    bench: Workbench,
+    samples: Samples,
+    shapes: Sequence[Shape],
+    name: str,
+    links: dict[str, Link],
+    update_repeats: int = 7,
+) -> Profile:
+    """A profile from measured points; activations and updates are measured here."""
+    memory = unit_memory(bench.config)
+    kinds = {}
+    for kind in Kind:
+        pairs = kind is Kind.ATTENTION
+        lines = {
+            part: fit_line(samples[kind, part], f"{kind.value}.{part}", pairs=pairs)
+            for part in PARTS
+        }
+        unit = next(u for u in bench.config.layers.units if u.kind is kind)
+        kinds[kind] = KindProfile(
+            forward=lines["forward"],
+            backward_input=lines["backward_input"],
+            backward_weight=_rest(lines["backward"], lines["backward_input"]),
+            activation=_per_token(bench, kind, shapes),
+            transient=memory[kind].transient,
+            update=_update(bench, unit.index, update_repeats),
+        )
+    tied = bench.config.layers.tied_slab
+    tokens = [s.tokens for s in shapes]
+    return Profile(
+        name=name,
+        kinds=kinds,
+        boundary=boundary_bytes(bench.config),
+        tied_update=0.0 if tied is None else _update(bench, tied, update_repeats),
+        tokens=(min(tokens), max(tokens)),
+        longest=max(max(s.lengths) for s in shapes),
+        links=links,
+    )
+
+
+def _rest(whole: Line, part: Line) -> Line:
+    """What is left of a line, term by term, not below 0."""
+    return Line(
+        max(0.0, whole.fixed - part.fixed),
+        max(0.0, whole.per_token - part.per_token),
+        max(0.0, whole.per_pair - part.per_pair),
+    )
+
+
+def _per_token(bench: Workbench, kind: Kind, shapes: Sequence[Shape]) -> float:
+    shape = max(shapes, key=lambda s: s.tokens)
+    return bench.activation(kind, shape) / shape.tokens
+
+
+def _update(bench: Workbench, slab: int, repeats: int) -> float:
+    bench.update(slab)
+    return statistics.median(bench.update(slab) for _ in range(repeats))
+
+
+def held_out(profile: Profile, samples: Samples) -> dict[tuple[Kind, str], FitError]:
+    """Errors of a profile on points that it was not fitted to; parts that are nothing are left out."""
+    found = {}
+    for (kind, part), points in samples.items():
+        costs = profile.kinds[kind]
+        line = costs.backward if part == "backward" else getattr(costs, part)
+        kept = [p for p in points if p.value > 0]
+        if kept:
+            found[kind, part] = errors(line, kept)
+    return found
+

@@ -1,0 +1,119 @@
+"""Look-ahead against the static plan and HBSA, on the same costs."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from megatron_flex.planner.build import Batch
+from megatron_flex.planner.decision import Infeasible
+from megatron_flex.planner.hbsa import Hbsa
+from megatron_flex.planner.lookahead import Lookahead
+from megatron_flex.planner.plan import Plan
+from megatron_flex.planner.planner import Planner
+from tests.unit.planner.instances_real import drawn_batch, even_batch, random_plan, small_planner
+
+WINDOW = 4
+
+
+def sequence(seed: int, length: int) -> list[list[Batch]]:
+    """Batches of the length mixture; every third or so has one much longer sample."""
+    r = np.random.default_rng(seed)
+    batches = []
+    for i in range(length):
+        batch = drawn_batch(1000 * seed + i, samples=16)
+        if r.random() < 0.3:
+            long = float(r.integers(3000, 9000))
+            batch = Batch(np.append(batch.tokens, long), np.append(batch.squares, long**2))
+        batches.append([batch])
+    return batches
+
+
+def check_sequence(seed: int, length: int = 8) -> None:
+    """One rolling run: never above static in all, never above HBSA in a window."""
+    memory = (2.2e9, 3e9, 80e9)[seed % 3]
+    planner = small_planner((4, 8)[seed % 2], memory)
+    batches = sequence(seed, length)
+    static = planner.best_static(batches)
+    hbsa = Hbsa(small_planner((4, 8)[seed % 2], memory, planner="hbsa"))
+    lookahead = Lookahead(planner, static, hbsa)
+    finders = [planner.finder(ways) for ways in batches]
+    running = None
+    iterations = switches = 0.0
+    for number in range(length):
+        window = finders[number : number + WINDOW]
+        path = lookahead.best_path(window, running)
+        assert path is not None
+        for plans in ([static] * len(window), lookahead.hbsa_plans(window, running)):
+            if len(plans) == len(window):
+                rival = lookahead.path_of(window, running, plans)
+                assert path.seconds <= rival.seconds * (1 + 1e-9), (seed, number)
+        first = path.plans[0]
+        iterations += first.price.seconds
+        if running is not None:
+            switches += lookahead.path_of(window[:1], running, [first.plan]).switches
+        assert max(first.price.device_bytes) <= planner.units.budget * (1 + 1e-12)
+        running = lookahead._running(first)
+    fixed = sum(f.best_of(static, None, "static").price.seconds for f in finders)
+    back = lookahead.path_of(finders[-1:], None, [first.plan]).terminal
+    assert iterations + switches + back <= fixed * (1 + 1e-9), seed
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_never_above_the_static_plan_nor_hbsa(seed: int) -> None:
+    check_sequence(seed)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("seed", range(6, 206))
+def test_never_above_the_static_plan_nor_hbsa_in_many_sequences(seed: int) -> None:
+    check_sequence(seed, 12)
+
+
+def test_it_waits_for_a_long_batch_instead_of_switching_twice() -> None:
+    planner = small_planner(4, 3e9)
+    short, long = [even_batch(16, 256)], [even_batch(4, 6000)]
+    window = [short, long, short, long]
+    static = planner.best_static(window)
+    lookahead = Lookahead(planner, static)
+    finders = [planner.finder(ways) for ways in window]
+    path = lookahead.best_path(finders, None)
+    assert path is not None
+    assert all(math.isfinite(c.price.seconds) for c in path.plans)
+    greedy = [planner.decide(ways, None).plan for ways in window]
+    assert path.seconds <= lookahead.path_of(finders, None, greedy).seconds * (1 + 1e-9)
+
+
+def test_the_price_of_a_path_adds_up() -> None:
+    planner = small_planner(4)
+    r = np.random.default_rng(1)
+    plans = [random_plan(r, planner.units.num_elements, 4) for _ in range(3)]
+    finders = [planner.finder([drawn_batch(i)]) for i in range(3)]
+    lookahead = Lookahead(planner, plans[0])
+    path = lookahead.path_of(finders, None, plans)
+    assert path.iterations == pytest.approx(sum(c.price.seconds for c in path.plans))
+    assert path.seconds == path.iterations + path.switches + path.terminal
+    same = lookahead.path_of(finders, None, [plans[0]] * 3)
+    assert (same.switches, same.terminal) == (0.0, 0.0)
+
+
+def test_the_decision_is_the_first_plan_of_the_path() -> None:
+    planner: Planner = small_planner(4)
+    batches = sequence(5, 3)
+    static = planner.best_static(batches)
+    lookahead = Lookahead(planner, static)
+    path = lookahead.best_path([planner.finder(ways) for ways in batches], None)
+    decision = lookahead.decide(batches, None)
+    assert path is not None
+    assert decision.plan.stages == path.plans[0].plan.stages
+    running = planner.running(static, batches[0][0])
+    assert lookahead.decide(batches[1:], running).current is not None
+
+
+def test_a_first_batch_that_fits_no_plan_is_refused() -> None:
+    planner = small_planner(2, 1e9)
+    lookahead = Lookahead(planner, Plan.parse("0:14@0,1"))
+    with pytest.raises(Infeasible, match="lacks"):
+        lookahead.decide([[even_batch(2, 60000)]], None)

@@ -1,0 +1,214 @@
+#!/usr/bin/env python3
+"""Measure what each kind of layer costs here, fit it, and write a profile for the planner.
+
+    python tools/profile_layers.py --model gpt-3.35b --output a100.json          # on a GPU
+    python tools/profile_layers.py --hidden-size 256 --num-attention-heads 8 \\
+        --vocab-size 2000 --output cpu.json                                      # on a CPU
+
+Forward, input half and weight half of the backward, activation bytes and optimizer updates of each
+kind of unit over a grid of token counts and sample lengths, and the bandwidth of the links; then the
+errors of the fit on the grid and on random micro-batches that it has not seen. Use the profile with
+tools/plan.py --profile, or with the trainer's --flexpipe-profile.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+if str(ROOT) not in sys.path:
+    sys.path.insert(0, str(ROOT))
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from tqdm import tqdm
+
+from megatron_flex.cluster.cluster import Link
+from megatron_flex.cluster.profile import ProfileError
+from megatron_flex.model.config import ModelConfig
+from megatron_flex.planner.presets import MODELS, model
+from megatron_flex.profiling import Workbench, fit, grid, held_out, measure, random_shapes, runs
+
+SMALL, LARGE = 1 << 10, 1 << 24
+"""Bytes of the two messages whose times give a link's latency and bandwidth."""
+
+
+def parser() -> argparse.ArgumentParser:
+    """All flags."""
+    p = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )  # fmt: skip
+    p.add_argument("--model", help=f"one of {', '.join(MODELS)}; or give its sizes:")
+    p.add_argument("--hidden-size", type=int, default=256)
+    p.add_argument("--ffn-hidden-size", type=int, help="default: four times the hidden size")
+    p.add_argument("--num-attention-heads", type=int, default=8)
+    p.add_argument("--num-query-groups", type=int, help="default: one for each attention head")
+    p.add_argument("--vocab-size", type=int, default=2000)
+    p.add_argument("--swiglu", action="store_true")
+    p.add_argument("--normalization", choices=["LayerNorm", "RMSNorm"], default="LayerNorm")
+    p.add_argument("--position-embedding-type", choices=["learned_absolute", "rope"],
+                   default="learned_absolute")  # fmt: skip
+    p.add_argument("--hidden-dropout", type=float, default=0.1)
+    p.add_argument("--attention-dropout", type=float, default=0.1)
+    p.add_argument("--bf16", action="store_true")
+    p.add_argument("--device", help="default: cuda where there is one, else cpu")
+    p.add_argument(
+        "--tokens", type=int, nargs="+", default=[64, 128, 256, 512, 1024, 2048],
+        help="tokens of the measured micro-batches",
+    )  # fmt: skip
+    p.add_argument("--lengths", type=int, nargs="+", default=[32, 128, 512],
+                   help="lengths of their samples, besides one sample alone")  # fmt: skip
+    p.add_argument("--repeats", type=int, default=9, help="interleaved repeats; medians are kept")
+    p.add_argument("--held-out", type=int, default=24, help="random micro-batches to predict")
+    p.add_argument("--no-links", action="store_true", help="do not measure links")
+    p.add_argument("--output", type=Path, required=True, help="where the profile is written")
+    return p
+
+
+def config_of(args: argparse.Namespace) -> ModelConfig:
+    """The model whose layers are measured."""
+    longest = max(args.tokens)
+    if args.model:
+        config = model(args.model)
+        return replace(config, max_position_embeddings=max(config.max_position_embeddings, longest))
+    heads = args.num_attention_heads
+    return ModelConfig(
+        num_layers=1,
+        hidden_size=args.hidden_size,
+        num_attention_heads=heads,
+        vocab_size=args.vocab_size,
+        padded_vocab_size=args.vocab_size,
+        max_position_embeddings=longest,
+        ffn_hidden_size=args.ffn_hidden_size or 4 * args.hidden_size,
+        kv_channels=args.hidden_size // heads,
+        num_query_groups=args.num_query_groups or heads,
+        position_embedding_type=args.position_embedding_type,
+        normalization=args.normalization,
+        swiglu=args.swiglu,
+        hidden_dropout=args.hidden_dropout,
+        attention_dropout=args.attention_dropout,
+        params_dtype="bfloat16" if args.bf16 else "float32",
+    )
+
+
+def host_link(device: torch.device) -> Link:
+    """Copies between the device and (pinned) host memory, the slower way."""
+    times = []
+    for size in (SMALL, LARGE):
+        host = torch.empty(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
+        there = torch.empty(size, dtype=torch.uint8, device=device)
+        ways = []
+        for source, target in ((host, there), (there, host)):
+            samples = []
+            for _ in range(9):
+                _wait(device)
+                begin = time.perf_counter()
+                target.copy_(source, non_blocking=True)
+                _wait(device)
+                samples.append(time.perf_counter() - begin)
+            ways.append(statistics.median(samples))
+        times.append(max(ways))
+    return _link(times)
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _link(times: Sequence[float]) -> Link:
+    small, large = times
+    return Link((LARGE - SMALL) / max(large - small, 1e-9), small)
+
+
+def _exchange(rank: int, path: str, backend: str, queue: mp.SimpleQueue) -> None:  # type: ignore[type-arg]
+    dist.init_process_group(backend, init_method=f"file://{path}", rank=rank, world_size=2)
+    device = torch.device("cuda", rank) if backend == "nccl" else torch.device("cpu")
+    times = []
+    for size in (SMALL, LARGE):
+        data = torch.zeros(size, dtype=torch.uint8, device=device)
+        samples = []
+        for _ in range(9):
+            dist.barrier()
+            _wait(device)
+            begin = time.perf_counter()
+            # There and back, so that the clock of one process is enough.
+            for source in (0, 1):
+                (dist.send if rank == source else dist.recv)(data, 1 - rank)
+            _wait(device)
+            samples.append((time.perf_counter() - begin) / 2)
+        times.append(statistics.median(samples))
+    if rank == 0:
+        queue.put(times)
+    dist.destroy_process_group()
+
+
+def intra_link(device: torch.device) -> Link | None:
+    """Messages between two processes here; ``None`` on a machine with a single GPU."""
+    if device.type == "cuda" and torch.cuda.device_count() < 2:
+        return None
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    context = mp.get_context("spawn")
+    queue = context.SimpleQueue()
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(_exchange, (f"{folder}/store", backend, queue), nprocs=2)  # type: ignore[no-untyped-call]
+    return _link(queue.get())
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = parser().parse_args(argv)
+    chosen = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    device = torch.device(chosen)
+    if device.type == "cpu":
+        torch.set_num_threads(1)
+    try:
+        config = config_of(args)
+        bench = Workbench(config, device)
+        shapes = grid(args.tokens, args.lengths)
+        unseen = random_shapes(
+            args.held_out, (min(args.tokens), max(args.tokens)), max(args.tokens), seed=1
+        )
+        with tqdm(total=runs([*shapes, *unseen], args.repeats), unit="run") as bar:
+            everything = measure(bench, [*shapes, *unseen], args.repeats, bar.update)
+        known = {(s.tokens, s.squares) for s in shapes}
+        seen = {
+            k: [p for p in v if (p.tokens, p.squares) in known] for k, v in everything.items()
+        }
+        rest = {
+            k: [p for p in v if (p.tokens, p.squares) not in known] for k, v in everything.items()
+        }
+        links = {} if args.no_links else {"host": host_link(device)}
+        between = None if args.no_links else intra_link(device)
+        if between is not None:
+            links["intra"] = between
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU core"
+        profile = fit(bench, seen, shapes, f"{args.model or 'model'} on {name}", links)
+    except (ProfileError, ValueError) as error:
+        print(f"profile: {error}", file=sys.stderr)
+        return 1
+    profile.save(args.output)
+    print(f"\n{'unit':<10} {'part':<15} {'fitted (median, p90)':<22} unseen (median, p90)")
+    fitted, unfitted = held_out(profile, seen), held_out(profile, rest)
+    for key in fitted:
+        a, b = fitted[key], unfitted.get(key)
+        tail = "" if b is None else f"{b.median:.1%}, {b.p90:.1%}"
+        print(f"{key[0].value:<10} {key[1]:<15} {f'{a.median:.1%}, {a.p90:.1%}':<22} {tail}")
+    for label, link in links.items():
+        print(f"link {label}: {link.bytes_per_second / 1e9:.2f} GB/s, {link.latency * 1e6:.1f} us")
+    print(f"wrote {args.output}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
