@@ -18,7 +18,7 @@ PYTEST_ARGS ?=
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 LIBRARY := megatron_flex/libmegatron_flex.so
-KERNELS := $(shell find kernels/src kernels/cuda -type f) kernels/CMakeLists.txt kernels/build.py
+KERNELS := $(shell find kernels/src kernels/cuda kernels/twin -type f) kernels/CMakeLists.txt kernels/build.py
 CPP := find kernels \( -name '*.cpp' -o -name '*.h' -o -name '*.inl' -o -name '*.cu' \)
 
 export OMP_NUM_THREADS := 1
@@ -84,7 +84,7 @@ $(LIBRARY): $(KERNELS) | $(VENV)/.runtime
 	$(BIN)/python kernels/build.py
 
 clean:
-	rm -rf build dist *.egg-info $(LIBRARY) .pytest_cache .mypy_cache .ruff_cache .hypothesis \
+	rm -rf build dist *.egg-info $(LIBRARY) megatron_flex/twin_manager .pytest_cache .mypy_cache .ruff_cache .hypothesis \
 	  .import_linter_cache
 	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
 

@@ -12,11 +12,11 @@ from setuptools.command.build_ext import build_ext
 ROOT = Path(__file__).resolve().parent
 sys.path.insert(0, str(ROOT))
 
-from kernels.build import LIBRARY, build_library, find_cmake
+from kernels.build import PRODUCTS, build_library, find_cmake
 
 
 class BuildNative(build_ext):
-    """Puts the library beside ``megatron_flex/native.py``, in the source tree or in the wheel."""
+    """Puts library and manager beside ``megatron_flex/native.py``, in the source tree or in the wheel."""
 
     editable_mode: bool = False
 
@@ -32,7 +32,7 @@ class BuildNative(build_ext):
             sys.exit(str(error))
 
     def get_outputs(self) -> list[str]:
-        return [str(self._package() / LIBRARY)]
+        return [str(self._package() / name) for name in PRODUCTS]
 
     def get_output_mapping(self) -> dict[str, str]:
         return {}

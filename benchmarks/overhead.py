@@ -1,12 +1,13 @@
 #!/usr/bin/env python3
 """What instruction lists cost on one worker, and what packing without padding gains.
 
-    python benchmarks/overhead.py [--iterations 12] [--layers 4] [--hidden 256] [--batch 16]
+    python benchmarks/overhead.py [--iterations 12] [--layers 4] [--hidden 128] [--batch 16]
                                   [--tokens 1024] [--longest 1024] [--vocab 4096] [--device cpu]
 
 Lengths are drawn from the published statistics of an instruction-tuning mixture (`--mock-data`).
 The arms train the same model on the same global batches, one batch after the other, and take turns
-at each; figures are medians over the batches, and of the ratios within each batch.
+at each; figures are medians over the batches, and of the ratios within each batch. Beside the time
+on the clock stands the processor time, which other programs on the machine disturb less.
 
 - `by hand`: a plain loop over the same blocks and the same packed micro-batches, with autograd,
   clip_grad_norm_ and fused AdamW. Everything is ready before its clock starts.
@@ -24,7 +25,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -53,6 +54,9 @@ from megatron_flex.runtime.world import World
 
 RATE, DECAY, CLIP = 1e-3, 0.1, 1.0
 STEP = StepSize(RATE, DECAY)
+
+Seconds = tuple[float, float]
+"""On the clock, and of the processor."""
 
 Arm = Callable[[GlobalBatch, list[PackedBatch], tuple[MicroBatch, ...]], float]
 """Trains on one global batch; gives its loss."""
@@ -149,8 +153,8 @@ def _padded(rows: list[torch.Tensor | None], length: int) -> torch.Tensor:
     return torch.cat([torch.nn.functional.pad(r, (0, length - len(r))) for r in present])
 
 
-def measure(arguments: argparse.Namespace) -> dict[str, list[float]]:
-    """Seconds of each arm for each batch, and real tokens under ``tokens``."""
+def measure(arguments: argparse.Namespace) -> tuple[dict[str, list[Seconds]], list[int]]:
+    """Times of each arm for each batch, and the real tokens of each batch."""
     config = parse(
         f"--mock-data --vocab-size {arguments.vocab} --num-layers {arguments.layers}"
         f" --hidden-size {arguments.hidden} --num-attention-heads {max(1, arguments.hidden // 64)}"
@@ -183,7 +187,8 @@ def measure(arguments: argparse.Namespace) -> dict[str, list[float]]:
         "iteration": loop,
         "padded": Through(iterations()),
     }
-    times: dict[str, list[float]] = {name: [] for name in (*arms, "tokens")}
+    times: dict[str, list[Seconds]] = {name: [] for name in arms}
+    tokens: list[int] = []
     for number in range(arguments.iterations + 2):
         batch = source.batch(number * arguments.batch, arguments.batch)
         parts = cut(config, batch, coefficients)
@@ -195,19 +200,24 @@ def measure(arguments: argparse.Namespace) -> dict[str, list[float]]:
             else:
                 ready = [source.packed(p, inputs=True, targets=True) for p in parts], parts
             packed = [_on(p, device) for p in ready[0]]
-            start = time.perf_counter()
+            start, used = time.perf_counter(), time.process_time()
             losses[name] = arms[name](batch, packed, ready[1])
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
             if number > 1:  # the first rounds warm caches and allocators
-                times[name].append(time.perf_counter() - start)
+                times[name].append((time.perf_counter() - start, time.process_time() - used))
         if number > 1:
-            times["tokens"].append(batch.tokens)
+            tokens.append(batch.tokens)
         tolerance = 1e-4 if model.params_dtype == "float32" else 5e-2
         for name, loss in losses.items():
             if abs(loss - losses["by hand"]) > tolerance * abs(losses["by hand"]):
                 sys.exit(f"batch {number}: '{name}' has loss {loss}, by hand {losses['by hand']}")
-    return times
+    return times, tokens
+
+
+def ratio(ours: Sequence[Seconds], theirs: Sequence[Seconds], which: int) -> float:
+    """Median of the ratios within each batch."""
+    return statistics.median(a[which] / b[which] for a, b in zip(ours, theirs, strict=True))
 
 
 def _on(packed: PackedBatch, device: torch.device) -> PackedBatch:
@@ -223,7 +233,7 @@ def main() -> None:
     for flag, default, text in (
         ("iterations", 12, "global batches that count"),
         ("layers", 4, "transformer layers"),
-        ("hidden", 256, "width"),
+        ("hidden", 128, "width"),
         ("batch", 16, "samples in a global batch"),
         ("tokens", 1024, "tokens in a micro-batch"),
         ("longest", 1024, "longest sample"),
@@ -233,22 +243,24 @@ def main() -> None:
     parser.add_argument("--device", default="cpu", help="cpu or cuda (cpu)")
     arguments = parser.parse_args()
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-    times = measure(arguments)
-    tokens = times.pop("tokens")
+    times, tokens = measure(arguments)
     print(
         f"{arguments.layers} layers x {arguments.hidden}, {arguments.batch} samples a batch,"
         f" {statistics.mean(tokens):.0f} tokens on average, {arguments.device},"
         f" {torch.get_num_threads()} thread(s)"
     )
+    print("           ms an iteration   real tokens/s   time / by hand   processor time / by hand")
+    hand = times["by hand"]
     for name, seconds in times.items():
-        ratio = statistics.median(s / h for s, h in zip(seconds, times["by hand"], strict=True))
-        rate = statistics.median(t / s for t, s in zip(tokens, seconds, strict=True))
+        milliseconds = 1e3 * statistics.median(s for s, _ in seconds)
+        rate = statistics.median(t / s for t, (s, _) in zip(tokens, seconds, strict=True))
         print(
-            f"{name:10s} {1e3 * statistics.median(seconds):9.1f} ms an iteration"
-            f" {rate:10.0f} real tokens/s   {ratio:6.3f} x by hand"
+            f"{name:10s} {milliseconds:15.1f} {rate:15.0f} {ratio(seconds, hand, 0):16.3f}"
+            f" {ratio(seconds, hand, 1):26.3f}"
         )
-    gain = statistics.median(p / e for p, e in zip(times["padded"], times["executor"], strict=True))
-    print(f"packing against padding to the batch maximum: {gain:.2f} x the real tokens/s")
+    gains = (ratio(times["padded"], times["executor"], which) for which in (0, 1))
+    print("packing against padding to the batch maximum, real tokens a second:"
+          " {:.2f} x, by processor time {:.2f} x".format(*gains))  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -2,10 +2,10 @@
 
     python benchmarks/table2.py
 
-Each row is planned with the paper's totals (M_peak as a line in the maximum length, 80 GB devices),
-its time model (eq. 1), whole layers, and 16 micro-batches of the row's maximum length. A row with an
-O_plan can only have come from a layout with that many stages, so it is the current plan; a row
-without one is planned from the start, and from the layout of the row before it. "flat" takes all
+Each row is planned with the paper's totals (M_peak as a line in the maximum length, 80 GB
+devices), its time model (eq. 1), whole layers, and 16 micro-batches of the row's maximum length. A
+row with an O_plan can only have come from a layout with that many stages, so it is the current
+plan; a row without one is planned from the start, and from the layout of the row before it. "flat" takes all
 links as fast as those within a server, which the paper's cost does not distinguish either.
 """
 
@@ -17,6 +17,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -116,7 +117,7 @@ def plan_with(hbsa: Hbsa, degrees: Sequence[int], work: Batch) -> Plan:
                 best[stage + 1, end] = (worst, (*cuts, end))
     cuts = (0, *best[len(degrees), len(seconds)][1])
     device, stages = 0, []
-    for (a, b), degree in zip(zip(cuts, cuts[1:], strict=False), degrees, strict=True):
+    for (a, b), degree in zip(pairwise(cuts), degrees, strict=True):
         stages.append(Stage(points[a], points[b], tuple(range(device, device + degree))))
         device += degree
     return Plan(tuple(stages))
@@ -162,9 +163,7 @@ def main() -> None:
         for r in results(flat):
             d, row = r.decision, r.row
             saved = (d.predicted.recomputed_bytes + d.predicted.offloaded_bytes) / GB
-            conditions = ", ".join(
-                f"{'' if c.holds else 'not '}{c.condition}" for c in d.reasons
-            )
+            conditions = ", ".join(f"{'' if c.holds else 'not '}{c.condition}" for c in d.reasons)
             print(
                 f"| {row.model} | {row.longest} | {row.degrees} | {r.current or 'start'} |"
                 f" {'flat' if flat else 'testbed'} | {d.action.symbol} {d.plan.degrees} |"

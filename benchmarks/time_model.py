@@ -15,6 +15,7 @@ import json
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from tqdm import tqdm
@@ -103,9 +104,7 @@ def disturb(r: np.random.Generator, plan: Plan) -> Plan:
         cuts[i] = int(np.clip(cuts[i] + r.integers(-2, 3) * (r.random() < 0.3), low, high))
     ends = [0, *cuts, plan.num_units]
     return Plan(
-        tuple(
-            Stage(a, b, s.group) for a, b, s in zip(ends, ends[1:], plan.stages, strict=False)
-        )
+        tuple(Stage(a, b, s.group) for a, b, s in zip(ends, ends[1:], plan.stages, strict=False))
     )
 
 
@@ -118,7 +117,9 @@ def draw_instance(seed: int) -> Instance | None:
     costs = draw_costs(r, "zb" if split else "1f1b", split)
     batch = draw_batch(r, len(costs.devices), spread)
     tables = costs.tables(batch)
-    front = None if shape == "straight" else v_steps(tables.work, float(r.choice([0.35, 0.5, 0.65])))
+    front = (
+        None if shape == "straight" else v_steps(tables.work, float(r.choice([0.35, 0.5, 0.65])))
+    )
     cut = SearchProblem(tables, front).search(int(r.integers(2, len(costs.devices) + 1)))
     if cut is None or len(cut.groups) < 2:
         return None
@@ -139,14 +140,12 @@ def run(instances: int, first: int = 0, progress: bool = True) -> list[Instance]
     return found
 
 
-def summary(found: list[Instance]) -> list[dict[str, object]]:
+def summary(found: list[Instance]) -> list[dict[str, Any]]:
     """Median and 90th percentile of the absolute error, for each kind of instance."""
     rows = []
     kinds = sorted({(i.shape, i.backward, i.spread) for i in found})
     for kind in [*kinds, None]:
-        errors = [
-            i.error for i in found if kind is None or (i.shape, i.backward, i.spread) == kind
-        ]
+        errors = [i.error for i in found if kind is None or (i.shape, i.backward, i.spread) == kind]
         size = np.abs(errors)
         rows.append(
             {

@@ -1,4 +1,4 @@
-"""Builds the native library with CMake; used by ``setup.py``, ``make native`` and the tests.
+"""Builds the native library and the manager program with CMake; used by ``setup.py``, ``make native`` and the tests.
 
 ``python kernels/build.py`` builds into the package of this source tree.
 """
@@ -14,6 +14,8 @@ from pathlib import Path
 
 KERNELS = Path(__file__).resolve().parent
 LIBRARY = "libmegatron_flex.so"
+PRODUCTS = (LIBRARY, "twin_manager")
+"""What is put into the package."""
 
 
 def find_cmake() -> str | None:
@@ -73,19 +75,19 @@ def configure_and_build(build_dir: Path, options: dict[str, str], targets: tuple
 
 
 def build_library(build_dir: Path, destination: Path, cuda: str = "AUTO") -> Path:
-    """Build the library and put it into the directory ``destination``, replacing an older one.
+    """Build the products and put them into the directory ``destination``, replacing older ones.
 
-    ``cuda`` is AUTO (when a working nvcc is found), ON or OFF. The file is renamed into place, so
-    that processes which have the older one loaded keep it.
+    ``cuda`` is AUTO (when a working nvcc is found), ON or OFF. Files are renamed into place, so
+    that processes which have an older one loaded keep it. Returns the path of the library.
     """
-    text = configure_and_build(build_dir, {"MFLEX_CUDA": cuda}, ("megatron_flex",))
+    text = configure_and_build(build_dir, {"MFLEX_CUDA": cuda}, ("megatron_flex", "twin_manager"))
     print(text, end="")
     destination.mkdir(parents=True, exist_ok=True)
-    target = destination / LIBRARY
-    partial = destination / f".{LIBRARY}.{os.getpid()}"
-    shutil.copy2(build_dir / LIBRARY, partial)
-    partial.replace(target)
-    return target
+    for name in PRODUCTS:
+        partial = destination / f".{name}.{os.getpid()}"
+        shutil.copy2(build_dir / name, partial)
+        partial.replace(destination / name)
+    return destination / LIBRARY
 
 
 if __name__ == "__main__":

@@ -63,6 +63,10 @@ SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     ),
     "mflex_cast_bfloat16_to_float32_by_lanes": (None, [_POINTER, _POINTER, _LONG, _LONG]),
     "mflex_varlen_by_lanes": (None, [*(_POINTER,) * 3, *(_LONG,) * 3, _INT, _LONG, _LONG]),
+    # memory_watch.cpp
+    "mflex_memory_watch": (_INT, [ctypes.c_char_p]),
+    "mflex_memory_current": (_LONG, []),
+    "mflex_memory_peak": (_LONG, [_INT]),
     # parallel.cpp
     "mflex_available_threads": (_INT, []),
     # planner_hbsa.cpp, planner_price.cpp, planner_search.cpp, planner_shares.cpp
@@ -79,6 +83,15 @@ SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     # schedule.cpp
     "mflex_schedule_place": (_LONG, [_POINTER]),
     "mflex_schedule_replay": (_LONG, [_POINTER]),
+    # twin_arena.cpp
+    "mflex_twin_checksum": (_ULONG, [_POINTER, _LONG, _LONG]),
+    "mflex_twin_save": (_ULONG, [_POINTER, _POINTER, _LONG, _LONG, _POINTER, _ULONG]),
+    "mflex_twin_load": (_ULONG, [_POINTER]),
+    "mflex_twin_store": (None, [_POINTER, _ULONG]),
+    "mflex_twin_add": (None, [_POINTER, _ULONG]),
+    "mflex_twin_raise": (None, [_POINTER, _ULONG]),
+    "mflex_twin_wait": (_ULONG, [_POINTER, _ULONG, _LONG]),
+    "mflex_twin_touch": (None, [_POINTER, _LONG]),
     # kernels/cuda, with CUDA only; results are CUDA's error codes, the last argument a stream
     "mflex_cuda_segment_copy": (_INT, [*(_POINTER,) * 4, *(_LONG,) * 4]),
     "mflex_cuda_cast_float32_to_bfloat16": (

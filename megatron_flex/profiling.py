@@ -3,7 +3,7 @@
 The very modules and slabs that training uses run forward and backward on packed micro-batches over
 a grid of token counts and sample lengths. Repeats are interleaved over all points in a new random
 order each time, so that a disturbance does not fall on one point alone; a point's value is the
-median.
+median. On a CPU the clock is this process's CPU time: what other processes take does not count.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Shape:
 
 def grid(tokens: Sequence[int], lengths: Sequence[int]) -> list[Shape]:
     """Micro-batches of ``tokens`` tokens cut to samples of each length (and one sample alone)."""
-    shapes = {}
+    shapes: dict[Shape, None] = {}
     for total in tokens:
         for length in (*lengths, total):
             size = min(length, total)
@@ -109,7 +109,8 @@ class Workbench:
     def _now(self) -> float:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-        return time.perf_counter()
+            return time.perf_counter()
+        return time.process_time()
 
     def _input(self, shape: Shape, kind: Kind) -> Tensor | None:
         if kind is Kind.EMBEDDING:
@@ -254,7 +255,7 @@ def _update(bench: Workbench, slab: int, repeats: int) -> float:
 
 
 def held_out(profile: Profile, samples: Samples) -> dict[tuple[Kind, str], FitError]:
-    """Errors of a profile on points that it was not fitted to; parts that are nothing are left out."""
+    """Errors of a profile on points it was not fitted to; parts that are nothing are left out."""
     found = {}
     for (kind, part), points in samples.items():
         costs = profile.kinds[kind]
@@ -263,4 +264,3 @@ def held_out(profile: Profile, samples: Samples) -> dict[tuple[Kind, str], FitEr
         if kept:
             found[kind, part] = errors(line, kept)
     return found
-

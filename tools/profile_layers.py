@@ -6,8 +6,8 @@
         --vocab-size 2000 --output cpu.json                                      # on a CPU
 
 Forward, input half and weight half of the backward, activation bytes and optimizer updates of each
-kind of unit over a grid of token counts and sample lengths, and the bandwidth of the links; then the
-errors of the fit on the grid and on random micro-batches that it has not seen. Use the profile with
+kind of unit over a grid of token counts and sample lengths, and the bandwidth of the links; then
+the errors of the fit on the grid and on random micro-batches that it has not seen. Use it with
 tools/plan.py --profile, or with the trainer's --flexpipe-profile.
 """
 
@@ -132,7 +132,7 @@ def _link(times: Sequence[float]) -> Link:
     return Link((LARGE - SMALL) / max(large - small, 1e-9), small)
 
 
-def _exchange(rank: int, path: str, backend: str, queue: mp.SimpleQueue) -> None:  # type: ignore[type-arg]
+def _exchange(rank: int, path: str, backend: str, queue: mp.SimpleQueue) -> None:
     dist.init_process_group(backend, init_method=f"file://{path}", rank=rank, world_size=2)
     device = torch.device("cuda", rank) if backend == "nccl" else torch.device("cpu")
     times = []
@@ -162,7 +162,7 @@ def intra_link(device: torch.device) -> Link | None:
     context = mp.get_context("spawn")
     queue = context.SimpleQueue()
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(_exchange, (f"{folder}/store", backend, queue), nprocs=2)  # type: ignore[no-untyped-call]
+        mp.spawn(_exchange, (f"{folder}/store", backend, queue), nprocs=2)
     return _link(queue.get())
 
 
@@ -182,9 +182,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         with tqdm(total=runs([*shapes, *unseen], args.repeats), unit="run") as bar:
             everything = measure(bench, [*shapes, *unseen], args.repeats, bar.update)
         known = {(s.tokens, s.squares) for s in shapes}
-        seen = {
-            k: [p for p in v if (p.tokens, p.squares) in known] for k, v in everything.items()
-        }
+        seen = {k: [p for p in v if (p.tokens, p.squares) in known] for k, v in everything.items()}
         rest = {
             k: [p for p in v if (p.tokens, p.squares) not in known] for k, v in everything.items()
         }

@@ -59,7 +59,8 @@ class Search {
     // No cut costs less; rounding must not hide one that costs the same.
     const double floor = best.cost * (1.0 + kTolerance);
     // The least update at that cost.
-    double low = 0.0;
+    const double least = least_update() * (1.0 - kTolerance);
+    double low = least;
     while (next_update(best.update) > low) {
       const double middle = 0.5 * (low + best.update);
       Found probe;
@@ -74,7 +75,7 @@ class Search {
     struct Interval {
       double low, high;  // updates in (low, high)
     };
-    std::vector<Interval> open{{0.0, best.update}};
+    std::vector<Interval> open{{least, best.update}};
     while (!open.empty()) {
       const auto [above, below] = open.back();
       open.pop_back();
@@ -103,6 +104,17 @@ class Search {
   }
 
  private:
+  // No cut updates faster: every step is somewhere, and all of them are on so many devices.
+  double least_update() const {
+    const int64_t degree = p_.sharded ? p_.devices : 1;
+    double least =
+        model_.update({0, p_.steps, 0, degree}) / static_cast<double>(p_.sharded ? 1 : p_.devices);
+    for (int64_t step = 0; step < p_.steps; ++step) {
+      least = std::max(least, model_.update({step, step + 1, 0, degree}));
+    }
+    return least;
+  }
+
   // Largest update of any run of steps below `limit`; negative if there is none.
   double next_update(double limit) const {
     double best = -1.0;

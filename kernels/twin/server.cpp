@@ -110,7 +110,8 @@ void Server::drop(Client& client) {
   if (client.gone) return;
   client.gone = true;
   close(client.connection.descriptor());
-  if (client.member) store_.lose(client.rank);
+  // Ranks of an earlier attempt are others' now.
+  if (client.member && client.attempt == attempt_) store_.lose(client.rank);
 }
 
 void Server::handle(Client& client, const std::string& frame) {
@@ -145,6 +146,7 @@ std::string Server::answer(Client& client, const std::string& frame, int& beside
       store_.forget_hand_overs();
     }
     client.member = true;
+    client.attempt = attempt;
     client.rank = n[0];
     linger_ms_ = n[1];
     alone_since_ = now_ms();
@@ -182,8 +184,7 @@ std::string Server::answer(Client& client, const std::string& frame, int& beside
       const auto n = numbers(line, 4);
       wanted.push_back({n[0], n[1], n[2], n[3]});
     }
-    const auto offset = [](const Placed& p) { return std::to_string(p.offset); };
-    return "{\"offsets\":" + array(store_.hand_over(numbers(rest, 1)[0], wanted), offset) + "}";
+    return "{\"offsets\":" + array(store_.hand_over(numbers(rest, 1)[0], wanted), as_text) + "}";
   }
   throw Refused("there is no request '" + verb.substr(0, 20) + "'");
 }
@@ -234,7 +235,7 @@ std::string Server::status() const {
          "," + field("committed", store_.committed()) + "," + field("snapshots", store_.snapshots) +
          "," + field("room_bytes", store_.shape().room_bytes) + "," +
          field("room_used", store_.room_used()) + "," + field("handed_over", store_.handed_over) +
-         "," + field("without_room", store_.refused_room) + "," + field("linger_ms", linger_ms_) +
+         "," + field("without_room", store_.without_room) + "," + field("linger_ms", linger_ms_) +
          "}";
 }
 

@@ -41,6 +41,7 @@ class Server {
   struct Client {
     Connection connection;
     bool member = false;
+    std::string attempt;
     uint64_t rank = 0;
     bool gone = false;
   };

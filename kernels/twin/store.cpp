@@ -98,44 +98,40 @@ void Store::adopt(uint64_t version) {
   store(&header().committed, version);
 }
 
-const std::vector<Placed>& Store::hand_over(uint64_t serial, const std::vector<HandOver>& wanted) {
-  const auto found = switches_.find(serial);
-  if (found != switches_.end()) {
-    bool same = found->second.size() == wanted.size();
-    for (size_t i = 0; same && i < wanted.size(); ++i) same = found->second[i].wanted == wanted[i];
-    if (!same) throw Refused("workers disagree about switch " + std::to_string(serial));
-    return found->second;
-  }
-  reclaim(serial);
-  std::vector<Placed>& placed = switches_[serial];
+std::vector<uint64_t> Store::hand_over(uint64_t serial, const std::vector<HandOver>& wanted) {
+  if (!switches_.count(serial)) reclaim(serial);
+  Switch& placed = switches_[serial];
+  std::vector<uint64_t> offsets;
   for (const HandOver& what : wanted) {
-    const uint64_t offset = find_room(what.bytes);
-    placed.push_back({what, offset});
-    if (offset == 0) {
-      ++refused_room;
-      continue;
+    const auto [found, fresh] = placed.try_emplace({what.source, what.slab}, Placed{what, 0});
+    if (!(found->second.wanted == what)) {
+      throw Refused("workers disagree about slab " + std::to_string(what.slab) + " of switch " +
+                    std::to_string(serial));
     }
-    room_[offset] = entry_bytes(what.bytes);
-    make_entry(offset, what, serial);
-    ++handed_over;
+    if (fresh) {
+      const uint64_t offset = found->second.offset = find_room(what.bytes);
+      if (offset != 0) {
+        room_[offset] = entry_bytes(what.bytes);
+        make_entry(offset, what, serial);
+      }
+      ++(offset != 0 ? handed_over : without_room);
+    }
+    offsets.push_back(found->second.offset);
   }
-  return placed;
+  return offsets;
 }
 
 void Store::reclaim(uint64_t serial) {
   for (auto s = switches_.begin(); s != switches_.end();) {
-    bool over = true;
-    for (Placed& p : s->second) {
-      if (p.offset == 0) continue;
-      if (load(&entry(p.offset).taken) >= p.wanted.readers || s->first + 3 <= serial) {
-        room_.erase(p.offset);
-        p.offset = 0;
-      } else {
-        over = false;
+    const bool old = s->first + 3 <= serial;
+    for (auto& [key, placed] : s->second) {
+      if (placed.offset == 0) continue;
+      if (old || load(&entry(placed.offset).taken) >= placed.wanted.readers) {
+        room_.erase(placed.offset);
+        placed.offset = 0;
       }
     }
-    // Others may still ask for the latest switches.
-    s = over && s->first + 3 <= serial ? switches_.erase(s) : std::next(s);
+    s = old ? switches_.erase(s) : std::next(s);
   }
 }
 
@@ -158,7 +154,7 @@ uint64_t Store::room_used() const {
 
 void Store::lose(uint64_t source) {
   for (auto& [serial, placed] : switches_) {
-    for (const Placed& p : placed) {
+    for (const auto& [key, p] : placed) {
       if (p.offset == 0 || p.wanted.source != source) continue;
       EntryHeader& lost = entry(p.offset);
       if (load(&lost.state) != kWriting) continue;

@@ -42,6 +42,7 @@ struct Placed {
   HandOver wanted;
   uint64_t offset;  // 0: there is no room, it must go from worker to worker
 };
+using Switch = std::map<std::pair<uint64_t, uint64_t>, Placed>;  // by source and slab
 
 class Store {
  public:
@@ -55,22 +56,22 @@ class Store {
   // Keeps this version alone (0: none), as the one to go on from.
   void adopt(uint64_t version);
 
-  // Places all hand-overs of the switch with this number, the same for every worker that asks.
-  // The room of earlier switches is taken back when it was read, at the latest three switches on:
-  // by then all workers have passed a point that they reach only after reading.
-  const std::vector<Placed>& hand_over(uint64_t serial, const std::vector<HandOver>& wanted);
+  // Places hand-overs of the switch with this number, each when it is first asked for: its writer
+  // and its readers get the same offset. The room of earlier switches is taken back when it was
+  // read, at the latest three switches on: by then all workers have passed a point that they reach
+  // only after reading.
+  std::vector<uint64_t> hand_over(uint64_t serial, const std::vector<HandOver>& wanted);
   // Tells whoever waits for this worker's hand-overs that it ended.
   void lose(uint64_t source);
   void forget_hand_overs();
 
   const std::vector<Bank>& banks() const { return banks_; }
-  const std::map<uint64_t, std::vector<Placed>>& switches() const { return switches_; }
   const Shape& shape() const { return shape_; }
   EntryHeader& entry(uint64_t offset) const;
   uint64_t committed() const { return load(&header().committed); }
   uint64_t room_used() const;
 
-  uint64_t handed_over = 0, refused_room = 0, snapshots = 0;  // counted since the start
+  uint64_t handed_over = 0, without_room = 0, snapshots = 0;  // counted since the start
 
  private:
   Header& header() const { return *reinterpret_cast<Header*>(base_); }
@@ -82,8 +83,8 @@ class Store {
   char* base_;
   Shape shape_;
   std::vector<Bank> banks_;
-  std::map<uint64_t, std::vector<Placed>> switches_;
-  std::map<uint64_t, uint64_t> room_;  // offset -> bytes of what lies in the room
+  std::map<uint64_t, Switch> switches_;  // by number
+  std::map<uint64_t, uint64_t> room_;    // offset -> bytes of what lies in the room
 };
 
 }  // namespace mflex::twin

@@ -144,8 +144,8 @@ class Profile:
             return None
         text = (
             f"profile '{self.name}' was measured on micro-batches of {low} to {high} tokens and"
-            f" samples up to {self.longest}; micro-batches of {tokens[0]} to {tokens[1]} tokens with"
-            f" samples up to {longest} are extrapolated"
+            f" samples up to {self.longest}; micro-batches of {tokens[0]} to {tokens[1]} tokens"
+            f" with samples up to {longest} are extrapolated"
         )
         warnings.warn(text, ProfileRangeWarning, stacklevel=2)
         return text

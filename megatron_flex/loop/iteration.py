@@ -122,8 +122,9 @@ class Iterations:
             policy=self.config.flexpipe.flexpipe_schedule,
             forward_only=evaluate,
             switch=change,
+            moved=None if self.config.flexpipe.flexpipe_switch == "live" else (),
         )
-        key = (self.plan, program.next_plan, len(micro_batches), evaluate)
+        key = (program.plan, program.next_plan, len(micro_batches), evaluate)
         if key not in self._validated:
             validate(program, model.layers, forward_only=evaluate)
             if len(self._validated) >= _REMEMBERED:

@@ -265,9 +265,7 @@ class ModelCosts:
         optimizer = sum(self.unit_state[k].optimizer for k in kinds)
         return ElementKind(forward, activation, kept, float(optimizer))
 
-    def tables(
-        self, batch: Batch, arrivals: Arrivals | None = None, granule: int = 1
-    ) -> Tables:
+    def tables(self, batch: Batch, arrivals: Arrivals | None = None, granule: int = 1) -> Tables:
         """The numbers of one micro-batching; ``granule``: group sizes are multiples of it."""
         basis = np.stack([np.ones_like(batch.tokens), batch.tokens, batch.squares])  # [3, n]
         distinct, kind = self.element_kinds

@@ -1,4 +1,4 @@
-"""Plans worth pricing for one batch: the exact search's, V templates, the current one, the static one."""
+"""Plans worth pricing for one batch: the exact search's, V templates, current and static ones."""
 
 from __future__ import annotations
 

@@ -49,6 +49,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from megatron_flex.planner.tables import Tables
 
@@ -303,7 +304,7 @@ def _hull_steps(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
         # The flattest way on; of equally flat ones the farthest.
         _, _, b, s = min(ahead, key=lambda p: (p[1] / p[0], -p[0]))
         corners.append((b, s))
-    return [(b - x, s - y) for (x, y), (b, s) in zip(corners, corners[1:])]
+    return [(b - x, s - y) for (x, y), (b, s) in pairwise(corners)]
 
 
 def paper_time(stage_seconds: Sequence[float], micro_batches: int) -> float:

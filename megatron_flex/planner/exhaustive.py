@@ -1,7 +1,7 @@
 """The oracle: every cut of the elements over contiguous groups of slots, idle slots anywhere.
 
-For tests and for ``--flexpipe-planner exhaustive`` on small jobs. It uses the readable definition of
-the cost (:mod:`megatron_flex.planner.cost`), and none of the fast search's reasoning.
+For tests and for ``--flexpipe-planner exhaustive`` on small jobs. It uses the readable definition
+of the cost (:mod:`megatron_flex.planner.cost`), and none of the fast search's reasoning.
 """
 
 from __future__ import annotations

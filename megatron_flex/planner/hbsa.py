@@ -362,4 +362,3 @@ def _stage_seconds(
     reduce = float(costs.reduce[elements].sum())
     sync = turns * (link.latency + reduce / degree / link.bytes_per_second)
     return seconds / degree + (sync + float(costs.update[elements].sum())) / n
-

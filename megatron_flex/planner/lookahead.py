@@ -1,10 +1,10 @@
 """Look-ahead: the best sequence of plans over the next K batches, switches included.
 
-The lengths of coming batches are known from the index, so the best sequence is a shortest path over
-(iteration, candidate plan). Candidates are the exact search's plans for each batch (any number of
-stages, and some fixed ones), HBSA's own sequence, the running plan and the static one. An edge costs
-the switch between two plans; it uses the memory that the earlier batch leaves under the earlier
-plan, and ends only in plans that the later batch fits.
+The lengths of coming batches are known from the index, so the best sequence is a shortest path
+over (iteration, candidate plan). Candidates are the exact search's plans for each batch (any number
+of stages, and some fixed ones), HBSA's own sequence, the running plan and the static one. An edge
+costs the switch between two plans; it uses the memory that the earlier batch leaves under the
+earlier plan, and ends only in plans that the later batch fits.
 
 A window ends with the switch back to the static plan (its terminal cost). With it the rolling
 sequence is never worse than the static plan: continuing as planned and then returning is always
@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from megatron_flex.planner.build import Batch
 from megatron_flex.planner.candidates import Candidate, Finder
@@ -123,14 +124,14 @@ class Lookahead:
     def path_of(
         self, finders: Sequence[Finder], running: Running | None, plans: Sequence[Plan]
     ) -> Path:
-        """The price of a given sequence of plans, by the same costs; infinite if one does not fit."""
+        """The price of given plans, by the same costs; infinite if one does not fit."""
         found = [f.best_of(plan, None, "given") for f, plan in zip(finders, plans, strict=True)]
         iterations = sum(c.price.seconds for c in found)
         switches = 0.0
         if math.isfinite(iterations):
             if running is not None:
                 switches += self._edge(running, found[0].plan)
-            for one, other in zip(found, found[1:], strict=False):
+            for one, other in pairwise(found):
                 switches += self._edge(self._running(one), other.plan)
             terminal = self._edge(self._running(found[-1]), self.static)
         else:

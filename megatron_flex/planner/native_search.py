@@ -20,9 +20,75 @@ from megatron_flex.planner.cost import Group, GroupCost, PlanCost
 from megatron_flex.planner.tables import Array, IntArray, Shares, Tables, prefix
 
 _LONG, _DOUBLE, _POINTER = ctypes.c_int64, ctypes.c_double, ctypes.c_void_p
-_INTEGERS = ["steps", "devices", "kinds", "classes", "micro_batches", "granule", "extra_in_flight", "sharded", "tie_low", "tie_high"]
-_DOUBLES = ["tied_state", "tied_optimizer", "tied_update", "tied_reduce", "chain", "max_tokens", "total_tokens", "buffers", "intra_seconds_per_byte", "intra_latency", "inter_seconds_per_byte", "inter_latency", "hop_intra", "hop_inter", "hop_busy_intra", "hop_busy_inter", "hide", "host_seconds_per_byte", "offload_optimizer", "offload_activations"]
-_ARRAYS = ["work_prefix", "front_forward_prefix", "hide_prefix", "reduce_prefix", "state_prefix", "optimizer_prefix", "front_activation_prefix", "back_activation_prefix", "update_prefix", "front_count_prefix", "back_count_prefix", "reduce_step", "transient_step", "first_forward", "drain", "round_trip", "remaining", "front", "back", "kind_forward", "kind_activation", "kind_kept", "kind_optimizer", "share", "top_offset", "top_tokens", "server", "budget", "device_class", "fetch_bytes", "fetch_seconds", "handover_seconds", "spare"]
+_INTEGERS = [
+    "steps",
+    "devices",
+    "kinds",
+    "classes",
+    "micro_batches",
+    "granule",
+    "extra_in_flight",
+    "sharded",
+    "tie_low",
+    "tie_high",
+]
+_DOUBLES = [
+    "tied_state",
+    "tied_optimizer",
+    "tied_update",
+    "tied_reduce",
+    "chain",
+    "max_tokens",
+    "total_tokens",
+    "buffers",
+    "intra_seconds_per_byte",
+    "intra_latency",
+    "inter_seconds_per_byte",
+    "inter_latency",
+    "hop_intra",
+    "hop_inter",
+    "hop_busy_intra",
+    "hop_busy_inter",
+    "hide",
+    "host_seconds_per_byte",
+    "offload_optimizer",
+    "offload_activations",
+]
+_ARRAYS = [
+    "work_prefix",
+    "front_forward_prefix",
+    "hide_prefix",
+    "reduce_prefix",
+    "state_prefix",
+    "optimizer_prefix",
+    "front_activation_prefix",
+    "back_activation_prefix",
+    "update_prefix",
+    "front_count_prefix",
+    "back_count_prefix",
+    "reduce_step",
+    "transient_step",
+    "first_forward",
+    "drain",
+    "round_trip",
+    "remaining",
+    "front",
+    "back",
+    "kind_forward",
+    "kind_activation",
+    "kind_kept",
+    "kind_optimizer",
+    "share",
+    "top_offset",
+    "top_tokens",
+    "server",
+    "budget",
+    "device_class",
+    "fetch_bytes",
+    "fetch_seconds",
+    "handover_seconds",
+    "spare",
+]
 
 
 class _Problem(ctypes.Structure):
@@ -90,7 +156,9 @@ def v_steps(work: Array, first_pass: float) -> tuple[int, ...]:
 class SearchProblem:
     """Tables in the form that the native searches read; build it once and search it often."""
 
-    def __init__(self, tables: Tables, front: Sequence[int] | None = None, granule: int = 1) -> None:
+    def __init__(
+        self, tables: Tables, front: Sequence[int] | None = None, granule: int = 1
+    ) -> None:
         """``front``: elements that the front has given after each step (default: straight).
 
         ``granule``: group sizes and positions are multiples of it, such as a server's devices.

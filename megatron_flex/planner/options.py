@@ -62,7 +62,9 @@ class PlannerOptions:
         if not 0.0 <= self.margin < 1.0:
             raise ValueError(f"--flexpipe-margin must be at least 0 and below 1, not {self.margin}")
         if self.budget is not None and not 0 < self.budget < math.inf:
-            raise ValueError(f"--flexpipe-memory-budget-gb must be positive, not {self.budget} bytes")
+            raise ValueError(
+                f"--flexpipe-memory-budget-gb must be positive, not {self.budget} bytes"
+            )
         if self.time_model == "paper" and self.planner != "hbsa":
             raise ValueError("the paper's time model belongs to --flexpipe-planner hbsa")
         for name in ("message_busy", "host_exposed", "travel"):

@@ -13,7 +13,9 @@ import re
 from dataclasses import dataclass
 from functools import cached_property
 
-_STAGE = re.compile(r"\s*(\d+)\s*:\s*(\d+)\s*@\s*(\d+(?:\s*-\s*\d+)?(?:\s*,\s*\d+(?:\s*-\s*\d+)?)*)\s*")
+_STAGE = re.compile(
+    r"\s*(\d+)\s*:\s*(\d+)\s*@\s*(\d+(?:\s*-\s*\d+)?(?:\s*,\s*\d+(?:\s*-\s*\d+)?)*)\s*"
+)
 
 
 _UNITS = re.compile(r"\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*")

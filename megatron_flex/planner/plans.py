@@ -36,7 +36,9 @@ def groups_of(t: Tables, plan: Plan) -> tuple[Group, ...]:
                 )
         for device in stage.group:
             if device not in slot:
-                raise PlanError(f"stage {number} ({stage}) is on device {device}, which may not be used")
+                raise PlanError(
+                    f"stage {number} ({stage}) is on device {device}, which may not be used"
+                )
             holders.setdefault(device, []).append(number)
     together: dict[tuple[int, ...], list[int]] = {}
     for device, stages in holders.items():
@@ -46,9 +48,7 @@ def groups_of(t: Tables, plan: Plan) -> tuple[Group, ...]:
         chunks = tuple(
             (element[plan.stages[n].start], element[plan.stages[n].stop]) for n in numbers
         )
-        replicas = tuple(
-            tuple(sorted(slot[d] for d in plan.stages[n].group)) for n in numbers
-        )
+        replicas = tuple(tuple(sorted(slot[d] for d in plan.stages[n].group)) for n in numbers)
         own = tuple(sorted(slots))
         groups.append(Group(chunks, own, () if all(r == own for r in replicas) else replicas))
     return tuple(groups)

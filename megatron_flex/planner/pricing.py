@@ -1,4 +1,4 @@
-"""The price of a plan for one batch: seconds by the closed form, bytes, and the O_plan that fits it."""
+"""The price of a plan for one batch: seconds by the closed form, bytes, and its O_plan."""
 
 from __future__ import annotations
 
@@ -143,7 +143,6 @@ class Pricer:
 def _seconds(cost: PlanCost, parts: tuple[GroupOptimisation, ...]) -> float:
     """The iteration with whole elements optimised, instead of the searches' relaxation."""
     worst = max(
-        c.wait + c.work + c.tail + part.seconds
-        for c, part in zip(cost.groups, parts, strict=True)
+        c.wait + c.work + c.tail + part.seconds for c, part in zip(cost.groups, parts, strict=True)
     )
     return max(worst, cost.chain) + max(c.update for c in cost.groups)

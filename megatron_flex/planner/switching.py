@@ -158,9 +158,7 @@ def _moves(costs: ModelCosts, running: Running, plan: Plan, early: bool) -> list
             if not sources or need <= 0:
                 continue
             server = costs.cluster.server_of(device)
-            source = min(
-                sources, key=lambda d: (costs.cluster.server_of(d) != server, load[d], d)
-            )
+            source = min(sources, key=lambda d: (costs.cluster.server_of(d) != server, load[d], d))
             load[source] += need
             fits = early and spare[device] >= need
             if fits:
@@ -193,9 +191,7 @@ def _handover_seconds(costs: ModelCosts, moves: list[Move]) -> float:
     """Seconds through TwinLayers: host links of both devices, and the network between servers."""
     host: dict[tuple[str, int], float] = defaultdict(float)
     across = [
-        m
-        for m in moves
-        if costs.cluster.server_of(m.source) != costs.cluster.server_of(m.device)
+        m for m in moves if costs.cluster.server_of(m.source) != costs.cluster.server_of(m.device)
     ]
     written = set()
     for move in moves:
@@ -215,9 +211,7 @@ def _stall_seconds(costs: ModelCosts, moves: list[Move]) -> float:
         out[move.source] += costs.host.seconds(move.size)
         into[move.device] += costs.host.seconds(move.size)
     across = [
-        m
-        for m in moves
-        if costs.cluster.server_of(m.source) != costs.cluster.server_of(m.device)
+        m for m in moves if costs.cluster.server_of(m.source) != costs.cluster.server_of(m.device)
     ]
     return (
         max(out.values(), default=0.0)
@@ -263,4 +257,3 @@ def arrivals(costs: ModelCosts, running: Running) -> Arrivals:
         spare=np.array([max(0.0, running.spare[d]) for d in first]),
         hide=costs.options.travel * running.seconds,
     )
-

@@ -170,7 +170,9 @@ class Tables:
 
     def __post_init__(self) -> None:
         seen: set[int] = set()
-        for before, server in zip((-1, *self.server[:-1].tolist()), self.server.tolist(), strict=True):
+        for before, server in zip(
+            (-1, *self.server[:-1].tolist()), self.server.tolist(), strict=True
+        ):
             if server != before and server in seen:
                 raise ValueError("devices of one server must be next to each other")
             seen.add(server)

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from megatron_flex.data.packed import PackedBatch
 from megatron_flex.runtime import exact
@@ -91,7 +92,8 @@ class _Run:
     batches: dict[int, PackedBatch] = field(default_factory=dict)
     activations: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
     gradients: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
-    saved: dict[tuple[int, int], tuple[torch.Tensor | None, torch.Tensor]] = field(
+    # The input, and where the backward begins: the output itself is not kept for it.
+    saved: dict[tuple[int, int], tuple[torch.Tensor | None, GradientEdge]] = field(
         default_factory=dict
     )
     outgoing: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
@@ -188,7 +190,7 @@ class Executor:
                 hidden = block(hidden, batch)
         assert hidden is not None
         if run.training:
-            run.saved[op.stage, op.micro_batch] = (source, hidden)
+            run.saved[op.stage, op.micro_batch] = (source, get_gradient_edge(hidden))
         output = hidden.detach()
         if op.stage + 1 == len(run.program.plan.stages):
             run.losses[op.micro_batch] = output
@@ -198,12 +200,12 @@ class Executor:
             run.outgoing[op.stage, op.micro_batch] = output
 
     def _backward(self, run: _Run, op: Backward) -> None:
-        source, output = run.saved.pop((op.stage, op.micro_batch))
+        source, edge = run.saved.pop((op.stage, op.micro_batch))
         if op.stage + 1 == len(run.program.plan.stages):
-            gradient = self._loss_scale(run, output)
+            gradient = self._loss_scale(run)
         else:
             gradient = run.gradients.pop((op.stage, op.micro_batch))
-        torch.autograd.backward(output, gradient)
+        torch.autograd.backward(edge, gradient)
         if self.holdings.exact:
             self._accumulate(run, op)
         if source is not None:
@@ -213,10 +215,10 @@ class Executor:
             else:
                 run.outgoing[op.stage, op.micro_batch] = source.grad
 
-    def _loss_scale(self, run: _Run, like: torch.Tensor) -> torch.Tensor:
+    def _loss_scale(self, run: _Run) -> torch.Tensor:
         """Each loss is scaled at its source, by the denominator of the whole global batch."""
         scales = [1.0 / d if d > 0 else 0.0 for d in run.inputs.denominators]
-        return torch.tensor(scales, dtype=like.dtype, device=like.device)
+        return torch.tensor(scales, dtype=torch.float32, device=self.world.device)
 
     def _batch(self, run: _Run, op: Forward) -> PackedBatch:
         """The micro-batch's tensors, read once where one device runs several of its stages."""

@@ -110,7 +110,7 @@ def emit(
             f"{len(tokens)} micro-batches have tokens, but {costs.num_micro_batches} have costs"
         )
     if switch is not None:
-        if switch.plan != plan:
+        if not _refines(plan, switch.plan):
             raise ValueError(f"the switch starts from '{switch.plan}', the program is on '{plan}'")
         switch.next_plan.check(layers.num_units, world_size)
     messages = _messages(placement)
@@ -125,8 +125,21 @@ def emit(
         out.append(GlobalNorm())
         _updates(out, device, sorted(r.slab for r in own), switch)
         lists.append(tuple(out))
-    next_plan = None if switch is None else switch.next_plan
-    return Program(plan, tokens, problem.route, tuple(lists), next_plan)
+    if switch is None:
+        return Program(plan, tokens, problem.route, tuple(lists))
+    held = None if switch.plan.stages == plan.stages else switch.plan
+    return Program(plan, tokens, problem.route, tuple(lists), switch.next_plan, held)
+
+
+def _refines(plan: Plan, whole: Plan) -> bool:
+    """Whether ``plan`` is ``whole``, or its stages in pieces on the same and more devices."""
+    if plan.stages == whole.stages:
+        return True
+    return all(
+        any(w.start <= p.start and p.stop <= w.stop and set(w.group) <= set(p.group)
+            for w in whole.stages)
+        for p in plan.stages
+    )  # fmt: skip
 
 
 def switch_only(switch: Transition, world_size: int) -> tuple[tuple[Instruction, ...], ...]:

@@ -193,6 +193,8 @@ class Program:
         instructions: one list a device, for devices ``0 .. world_size - 1``; idle devices still
             take part in ``GlobalNorm``.
         next_plan: the layout that it leaves behind; ``None``: the same.
+        held: the layout that the devices are in when it begins, where some of ``plan``'s devices
+            join their stages on the way (live migration); ``None``: ``plan``.
     """
 
     plan: Plan
@@ -200,3 +202,4 @@ class Program:
     route: tuple[tuple[int, ...], ...]
     instructions: tuple[tuple[Instruction, ...], ...]
     next_plan: Plan | None = None
+    held: Plan | None = None

@@ -46,6 +46,8 @@ def dumps(program: Program) -> str:
     lines.extend(f"route {' '.join(map(str, row))}" for row in program.route)
     if program.next_plan is not None:
         lines.append(f"next {program.next_plan}")
+    if program.held is not None:
+        lines.append(f"held {program.held}")
     for device, instructions in enumerate(program.instructions):
         lines.append(f"device {device}")
         lines.extend(f"  {instruction}" for instruction in instructions)
@@ -59,6 +61,7 @@ def loads(text: str) -> Program:
         raise ValueError(f"not a program: line 1 must be '{HEADER}'")
     plan: Plan | None = None
     next_plan: Plan | None = None
+    held: Plan | None = None
     tokens: tuple[int, ...] = ()
     route: list[tuple[int, ...]] = []
     lists: list[list[Instruction]] = []
@@ -69,6 +72,8 @@ def loads(text: str) -> Program:
                 plan = Plan.parse(rest)
             elif word == "next":
                 next_plan = Plan.parse(rest)
+            elif word == "held":
+                held = Plan.parse(rest)
             elif word == "tokens":
                 tokens = tuple(map(int, rest.split()))
             elif word == "route":
@@ -85,7 +90,7 @@ def loads(text: str) -> Program:
             raise ValueError(f"line {number}, '{line.strip()}': {error}") from error
     if plan is None:
         raise ValueError("the program has no line 'plan ...'")
-    return Program(plan, tokens, tuple(route), tuple(map(tuple, lists)), next_plan)
+    return Program(plan, tokens, tuple(route), tuple(map(tuple, lists)), next_plan, held)
 
 
 def save(program: Program, path: str | Path) -> None:

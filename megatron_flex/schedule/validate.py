@@ -69,6 +69,8 @@ def validate(program: Program, layers: LayerList, *, forward_only: bool = False)
         check_route(program.plan, program.route, len(program.tokens))
         if program.next_plan is not None:
             program.next_plan.check(layers.num_units, len(program.instructions))
+        if program.held is not None:
+            program.held.check(layers.num_units, len(program.instructions))
     except ValueError as error:
         raise ProgramError(str(error)) from error
     if forward_only and program.next_plan is not None:

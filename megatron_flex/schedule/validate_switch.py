@@ -42,7 +42,7 @@ class SwitchReplay:
         self._stop = stop
         self._layers = layers
         self._switches = program.next_plan is not None
-        now = slab_holders(program.plan, layers)
+        now = slab_holders(program.held or program.plan, layers)
         after = now
         if program.next_plan is not None:
             program.next_plan.check(layers.num_units, len(program.instructions))

@@ -128,6 +128,7 @@ def train(
     budget: int | None = None,
     capacity: int | None = None,
     evaluate: bool = False,
+    migrate: bool = False,
     each: Callable[[int, Executor], None] | None = None,
 ) -> Outcome:
     """Train on this worker's part of ``plans``: one, or one for each iteration (the last stays).
@@ -141,6 +142,7 @@ def train(
         budget: most tokens of a micro-batch; by default two thirds of ``longest``.
         capacity: most process groups to keep; by default as in training.
         evaluate: evaluate a batch between any two iterations.
+        migrate: the last half of the micro-batches runs on the next plan already.
         each: called after every iteration.
     """
     world = World.create(torch.device("cpu"), timedelta(seconds=30))
@@ -167,7 +169,10 @@ def train(
         batch = batch_of(iteration, longest=longest)
         batch = replace(batch, denominators=denominators(config, batch, masked))
         parts = cut_by_tokens(batch, budget or 2 * longest // 3, CostCoefficients())
-        program = build_program(config, plan, parts, world.size, policy=policy, switch=switch)
+        moved = range(len(parts) // 2, len(parts)) if migrate else ()
+        program = build_program(
+            config, plan, parts, world.size, policy=policy, switch=switch, moved=moved
+        )
         validate(program, layers)
         if world.reductions is not None:
             world.reductions.prepare(reduction_groups([program]))

@@ -178,7 +178,8 @@ class WorkerPool:
         except (EOFError, ConnectionResetError):
             worker.process.join(10)
             trace = f"the process ended with exit code {worker.process.exitcode} in {name}"
-            return _Answer(time.monotonic(), None, "WorkerDied", f"{trace}\n{worker.tail()}")
+            # When it died is not known; the others' errors are what came of it.
+            return _Answer(0.0, None, "WorkerDied", f"{trace}\n{worker.tail()}")
 
     def _stacks(self, ranks: list[int]) -> str:
         """Python stacks of workers that hang, newest call first."""

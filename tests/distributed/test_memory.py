@@ -32,6 +32,8 @@ def test_recompute_gives_the_same_bits(
     workers: WorkerPool, config: ModelConfig, plan: str, size: int, exact: bool
 ) -> None:
     expected = run(workers, config, plan, size, exact=exact)
-    for units in ("1-3", f"0-{config.layers.num_units - 1}"):
+    last = config.layers.num_units - 1
+    # A head that is recomputed adds to a tied embedding by itself: another order of sums.
+    for units in ("1-3", f"0-{last}" if exact else f"1-{last - 1}"):
         got = run(workers, config, f"{plan} ; recompute {units}", size, exact=exact)
         jobs.assert_equal_bits(got, expected)

@@ -44,7 +44,8 @@ def random_tables(seed: int, max_elements: int = 10, max_devices: int = 6) -> Ta
     update = r.uniform(0, 60, elements)
     tied = Tied()
     if elements > 1 and r.random() < 0.4:
-        tied = Tied(*(float(r.integers(1, 5000)) for _ in range(2)), float(r.uniform(0, 30)), 3000.0)
+        state_bytes, optimizer_bytes = r.integers(1, 5000, 2).tolist()
+        tied = Tied(state_bytes, optimizer_bytes, float(r.uniform(0, 30)), 3000.0)
         for end in (0, elements - 1):
             state[end] += tied.state
             optimizer[end] += tied.optimizer

@@ -78,8 +78,8 @@ def random_plan(r: np.random.Generator, units: int, devices: int, shuffle: bool 
     cuts = [0, *inner, units]
     order = r.permutation(devices) if shuffle else np.arange(devices)
     used = int(r.integers(stages, devices + 1))
-    between = r.choice(np.arange(1, used), stages - 1, replace=False) if stages > 1 else []
-    ends = [0, *np.sort(between).tolist(), used]
+    between = np.sort(r.choice(np.arange(1, used), stages - 1, replace=False)).tolist()
+    ends = [0, *between, used]
     return Plan(
         tuple(
             Stage(cuts[i], cuts[i + 1], tuple(sorted(order[ends[i] : ends[i + 1]].tolist())))

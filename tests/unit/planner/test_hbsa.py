@@ -56,7 +56,9 @@ def test_the_search_finds_the_least_eq_1_within_its_bounds(
             continue
         for split in combinations(range(1, devices), stages - 1):
             degrees = np.diff([0, *split, devices])
-            if bounded and (degrees.min() < device_low or degrees.max() > device_low + device_spare):
+            if bounded and (
+                degrees.min() < device_low or degrees.max() > device_low + device_spare
+            ):
                 continue
             ends, firsts = [0, *cut, layers], [0, *split, devices]
             plan = Plan(
@@ -148,7 +150,7 @@ def test_table_2(number: int) -> None:
         return
     assert len(plan.stages) == len(row.degrees)
     if number == 2:
-        # Two servers of four: stages inside a server win; on flat links the degrees are the paper's.
+        # Two servers of four: stages inside one win; on flat links the degrees are the paper's.
         assert plan.degrees == (2, 2, 4)
         flat = decide(row, None, flat=True).decision.plan
         assert sorted(flat.degrees) == sorted(row.degrees)

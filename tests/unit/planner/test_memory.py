@@ -25,9 +25,7 @@ GPT = ModelConfig(
     num_layers=2, hidden_size=64, num_attention_heads=4, vocab_size=300, padded_vocab_size=384,
     max_position_embeddings=128, ffn_hidden_size=256, kv_channels=16, num_query_groups=4,
 )  # fmt: skip
-BERT = replace(
-    GPT, architecture="bert", causal=False, num_tokentypes=2, binary_head=True
-)
+BERT = replace(GPT, architecture="bert", causal=False, num_tokentypes=2, binary_head=True)
 CONFIGS = {
     "gpt": GPT,
     "untied": replace(GPT, untie_embeddings_and_output_weights=True),

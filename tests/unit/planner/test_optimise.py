@@ -16,7 +16,7 @@ from tests.unit.planner.instances_real import even_batch, small_model, small_pla
 
 def groups_that_miss(count: int) -> list[tuple[Tables, Group, float]]:
     """Groups of random instances that do not fit as they are, and what they miss."""
-    found = []
+    found: list[tuple[Tables, Group, float]] = []
     seed = 0
     while len(found) < count:
         tables = random_tables(seed, max_elements=7, max_devices=3)

@@ -34,7 +34,8 @@ def test_the_text_form_is_as_documented() -> None:
     plan = Plan.parse("0:5@0-1 | 5:9@2 ; recompute 1-3,6 ; activations 4")
     assert plan.o_plan == OPlan(recompute=(1, 2, 3, 6), activations=(4,))
     assert str(plan) == "0:5@0,1 | 5:9@2 ; recompute 1-3,6 ; activations 4"
-    assert plan != Plan(plan.stages) and plan.stages == Plan(plan.stages).stages
+    assert plan != Plan(plan.stages)
+    assert plan.stages == Plan(plan.stages).stages
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import pytest
 from megatron_flex.cluster.cluster import description, load
 from megatron_flex.loop.planner_process import PlannerGoneError, PlannerProcess
 from megatron_flex.model.config import ModelConfig
-from megatron_flex.planner.options import PlannerOptions, PlannerName
+from megatron_flex.planner.options import PlannerName, PlannerOptions
 from megatron_flex.planner.plan import Plan
 from megatron_flex.planner.service import Answer, Cut, Question, Service, Setup, serve
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import combinations
+from itertools import combinations, pairwise
 
 import pytest
 from hypothesis import given
@@ -23,11 +23,11 @@ def test_cuts_have_the_least_bottleneck(costs: list[int], stages: int) -> None:
             bottleneck_cuts(costs, stages)
         return
     cuts = bottleneck_cuts(costs, stages)
-    runs = [sum(costs[a:b]) for a, b in zip(cuts, cuts[1:], strict=False)]
+    runs = [sum(costs[a:b]) for a, b in pairwise(cuts)]
     assert cuts[0] == 0
     assert cuts[-1] == len(costs)
     assert len(runs) == stages
-    assert all(b > a for a, b in zip(cuts, cuts[1:], strict=False))
+    assert all(b > a for a, b in pairwise(cuts))
     inner = range(1, len(costs))
     best = min(
         max(sum(costs[a:b]) for a, b in zip((0, *c), (*c, len(costs)), strict=True))
@@ -77,7 +77,10 @@ def test_megatron_layouts() -> None:
         ({"pipeline_size": 7, "world_size": 7, "unit": "layer"}, "whole layers"),
         ({"pipeline_size": 2, "world_size": 2, "first_layers": 9}, "between 0 and the model's"),
         ({"pipeline_size": 1, "world_size": 1, "first_layers": 1}, "at least 2"),
-        ({"pipeline_size": 2, "world_size": 2, "first_layers": 1, "last_layers": 1}, "cannot share"),
+        (
+            {"pipeline_size": 2, "world_size": 2, "first_layers": 1, "last_layers": 1},
+            "cannot share",
+        ),
         ({"pipeline_size": 2, "world_size": 2, "layout": "Ett|tL"}, "then 4 t"),
         ({"pipeline_size": 2, "world_size": 2, "layout": "Etttt|m|L"}, "unknown layer letters"),
         ({"pipeline_size": 2, "world_size": 2, "layout": "Ett|tt|L"}, "3 stages"),
