@@ -37,6 +37,7 @@ from megatron_flex.data.microbatches import CostCoefficients, cut_by_tokens
 from megatron_flex.data.mock import mixture_lengths
 from megatron_flex.model.config import ModelConfig
 from megatron_flex.planner.build import Batch, ModelCosts
+from megatron_flex.planner.candidates import Finder
 from megatron_flex.planner.closed_form import closed_form_profile
 from megatron_flex.planner.decision import Action
 from megatron_flex.planner.flops import model_work, total_work
@@ -48,6 +49,7 @@ from megatron_flex.planner.planner import Planner
 from megatron_flex.planner.presets import PAPER_DEVICES, model
 from megatron_flex.planner.switching import Running
 
+WINDOW = 4  # batches that the look-ahead sees
 PAPER_MS = {"bert-24": (3, 48), "bert-96": (15, 167), "gpt-3.35b": (17, 678), "gpt-13b": (25, 2087)}
 """Figure 11b: HBSA with and without bounds, milliseconds on the authors' machine."""
 
@@ -147,7 +149,7 @@ def large(devices: int, config: ModelConfig, granule: int, repeats: int) -> dict
 def growth(repeats: int) -> dict[str, list[dict[str, float]]]:
     """The search against devices (258 units, whole servers) and against units (256 devices)."""
     base = model("gpt-128")
-    by_devices = [large(d, base, 8, repeats) for d in (8, 16, 32, 64, 128, 256, 512, 1024, 2048)]
+    by_devices = [large(d, base, 8, repeats) for d in (64, 128, 256, 512, 1024, 2048)]
     by_units = [
         large(256, replace(base, num_layers=n), 8, repeats) for n in (8, 16, 32, 64, 128, 256, 512)
     ]
@@ -206,10 +208,12 @@ def actions(count: int, samples: int, who: str, budgets: Sequence[int]) -> Count
     def ways(number: int) -> list[Batch]:
         return [drawn(config, 10_000 * samples + number, samples, b) for b in budgets]
 
+    finders: dict[int, Finder] = {}
     if who == "lookahead":
         planner = planner_for(config, cluster, simulations=0)
         static = planner.best_static([ways(k) for k in range(32)])
         own = Lookahead(planner, static, Hbsa(planner_for(config, cluster, planner="hbsa")))
+        finders = {k: planner.finder(ways(k)) for k in range(WINDOW - 1)}
     else:
         # As the paper: its time model and its measured totals, where the longest sample decides.
         planner = planner_for(
@@ -219,8 +223,10 @@ def actions(count: int, samples: int, who: str, budgets: Sequence[int]) -> Count
         hbsa = Hbsa(planner, fit, 80e9 if fit else None)
     for number in tqdm(range(count), desc=f"{who}, {samples} samples", unit="batch"):
         if who == "lookahead":
-            decision = own.decide([ways(k) for k in range(number, number + 4)], running)
-            batch = ways(number)[decision.micro_batching]
+            finders[number + WINDOW - 1] = planner.finder(ways(number + WINDOW - 1))
+            window = [finders[k] for k in range(number, number + WINDOW)]
+            decision = own.decide_among(window, running)
+            batch = finders.pop(number).pricers[decision.micro_batching].batch
         else:
             lengths = mixture_lengths(10_000 * samples + number, np.arange(samples))
             batch = ways(number)[0]
@@ -245,7 +251,9 @@ def show_actions(count: int) -> None:
             found = actions(count, samples, who, (2048,) if who != "lookahead" else (1024, 2048))
             total = sum(found.values())
             switches = found[Action.GROW] + found[Action.SHRINK] + found[Action.MIGRATE]
-            every = [f"{total / n:.0f}" if n else "never" for n in (switches, found[Action.OPTIMISE])]
+            every = [
+                f"{total / n:.0f}" if n else "never" for n in (switches, found[Action.OPTIMISE])
+            ]
             shares = " | ".join(f"{found[a] / total:.1%}" for a in Action)
             print(f"| {who} | {samples} | {shares} | {every[0]} | {every[1]} |")
     print("| the paper | | | | | | | 37 | 4 |")

@@ -4,14 +4,15 @@
 #   make demo                                          the whole of it
 #   make demo                                          again: trains on from the checkpoint
 #   make demo WORKERS=2 PLAN="0:6@0 | 6:10@1"          trains on with other workers and stages
+#   make demo PLAN=each                                trains on, with a plan for every iteration
 #
-# Everything it writes is under runs/demo; remove that to start from nothing. WORKERS, PLAN and
-# ITERATIONS (of one run of this script) may be set in the environment. Without make: put a Python
-# that has this package first in PATH.
+# Everything it writes is under runs/demo; remove that to start from nothing. WORKERS, PLAN,
+# ITERATIONS (of one run of this script) and RUN (another directory) may be set in the environment.
+# Without make: put a Python that has this package first in PATH.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-RUN=runs/demo
+RUN=${RUN:-runs/demo}
 WORKERS=${WORKERS:-4}
 ITERATIONS=${ITERATIONS:-150}
 # Units of this model: 0 the embedding, 1 to 8 the halves of four layers, 9 the output layer. That
@@ -69,7 +70,9 @@ TRAINING_ARGS=(
   --override-opt_param-scheduler # a run that is trained on has another --train-iters
 )
 MODEL_PARALLEL_ARGS=(--distributed-backend gloo)
-if [[ -n ${PLAN:-} ]]; then
+if [[ ${PLAN:-} == each ]]; then
+  MODEL_PARALLEL_ARGS+=(--flexpipe)
+elif [[ -n ${PLAN:-} ]]; then
   MODEL_PARALLEL_ARGS+=(--flexpipe-plan "$PLAN")
 else
   MODEL_PARALLEL_ARGS+=(--pipeline-model-parallel-size "$WORKERS")
@@ -94,11 +97,13 @@ else
   say "Training $last iterations with $WORKERS workers (they need some seconds to start)"
 fi
 # The screen gets the gist of each log line, train.log the whole of it.
+line='^ \[[^]]*\] (iteration +[0-9]+\/ *[0-9]+) .*(tokens\/s: +[0-9.]+)'
+loss='(lm loss: [0-9.E+-]+).*'
 if ! torchrun --standalone --nproc-per-node "$WORKERS" pretrain_gpt.py \
   "${GPT_MODEL_ARGS[@]}" "${TRAINING_ARGS[@]}" "${MODEL_PARALLEL_ARGS[@]}" "${DATA_ARGS[@]}" \
-  "${EVAL_AND_LOGGING_ARGS[@]}" 2>&1 | tee "$RUN/train.log" | sed -u -E \
+  "${EVAL_AND_LOGGING_ARGS[@]}" 2>&1 | tee -a "$RUN/train.log" | sed -u -E \
   -e '/^-+ arguments -+$/,/^-+ end of arguments -+$/d' -e '/^-+$/d' \
-  -e 's/^ \[[^]]*\] (iteration +[0-9]+\/ *[0-9]+) .*(tokens\/s: +[0-9.]+).*(lm loss: [0-9.E+-]+).*/ \1   \3   \2/'; then
+  -e "s/$line.*(plan: \([0-9,]+\)).*$loss/ \1   \4   \2   \3/" -e "s/$line.*$loss/ \1   \3   \2/"; then
   say "Training failed; the message above says why, $RUN/train.log has everything"
   exit 1
 fi
@@ -115,9 +120,11 @@ cat <<END
 Try next, in that directory:
   $BIN/tensorboard --logdir $RUN/tensorboard
   make demo WORKERS=2 PLAN="0:6@0 | 6:10@1"
-      the same training goes on with two workers, exactly as four would have gone on
-  $BIN/python tools/draw_schedule.py --plan "0:5@0 | 5:9@1 | 9:10@2,3" --micro-batches 6
-      what each worker does when
+      the same training goes on with two workers and other stages, as if nothing had changed
+  make demo PLAN=each
+      it goes on with a planner that chooses the stages of every iteration from its samples
+  $BIN/python tools/draw_schedule.py --devices 4 --tokens 900,120,400,60,300 --schedule gpipe 1f1b
+      what four workers do when, on five micro-batches of different lengths
   $BIN/python pretrain_gpt.py --help
 README.md says how to train on your own data.
 END

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 
@@ -16,8 +16,9 @@ from megatron_flex.data.errors import DataError
 from megatron_flex.data.global_batch import GlobalBatch
 from megatron_flex.learning_rate import LearningRateSchedule, ScheduleError
 from megatron_flex.loop.assemble import Parts, assemble
-from megatron_flex.loop.checkpointing import Checkpoints, resumed_iteration
+from megatron_flex.loop.checkpointing import Checkpoints, Restored, resumed_iteration
 from megatron_flex.loop.evaluation import evaluate
+from megatron_flex.loop.host_copies import HostCopies
 from megatron_flex.loop.iteration import Iterations, cost_coefficients
 from megatron_flex.loop.measures import StallMeter, bubble
 from megatron_flex.loop.memory import check_memory, memory_of_worker
@@ -28,7 +29,7 @@ from megatron_flex.loop.tracing import Tracing
 from megatron_flex.model.attention import check_attention
 from megatron_flex.model.config import loss_names
 from megatron_flex.planner.flops import iteration_flops
-from megatron_flex.planner.plan import PlanError
+from megatron_flex.planner.plan import Plan, PlanError
 from megatron_flex.runtime.attempt import check_restartable, restart
 from megatron_flex.runtime.executor import Executor, StepResult
 from megatron_flex.runtime.holdings import Holdings
@@ -43,6 +44,7 @@ from megatron_flex.telemetry.recorder import open_recorder
 from megatron_flex.telemetry.sink import TelemetryError
 from megatron_flex.telemetry.throughput import known_peak_flops
 from megatron_flex.tokenizers.base import TokenizerError
+from megatron_flex.twinlayer.errors import TwinError
 
 EXPECTED = (
     CheckpointError,
@@ -51,6 +53,7 @@ EXPECTED = (
     ScheduleError,
     TelemetryError,
     TokenizerError,
+    TwinError,
 )
 """What a user can put right: the message says how, a traceback would only hide it."""
 
@@ -93,7 +96,8 @@ class Trainer:
         t, g = config.training, config.logging
         if config.flexpipe.flexpipe_switch == "restart":
             check_restartable()
-        first = resumed_iteration(config.checkpoint)
+        self.copies = HostCopies(config, world, parts.model.layers.num_slabs)
+        first = self.copies.start_from(resumed_iteration(config.checkpoint))
         self.plans = open_plans(config, parts, world, first)
         self.choice = self.plans.at(first)
         plan = self.choice.plan
@@ -102,11 +106,15 @@ class Trainer:
         optimizer = OptimizerConfig(t.adam_beta1, t.adam_beta2, t.adam_eps, t.clip_grad)
         self.schedule = LearningRateSchedule(config.learning_rate, t)
         self.checkpoints = Checkpoints(config.checkpoint, world, self.holdings, config.values())
-        restored = self.checkpoints.load(self.schedule, cost_coefficients(parts.model))
+        self.copies.reserve(self.holdings, plan, changes=self.plans.change)
+        restored = self._restore(plan)
         self.progress = restored.progress
         self.coefficients = restored.coefficients
         self.iterations = Iterations(
-            config, plan, Executor(world, self.holdings, optimizer), self.coefficients
+            config,
+            plan,
+            Executor(world, self.holdings, optimizer, self.copies.arena()),
+            self.coefficients,
         )
         self.trace = Tracing(config.flexpipe.flexpipe_trace, world, self.iterations)
         self.stalls = StallMeter()
@@ -138,6 +146,14 @@ class Trainer:
             for samples in getattr(getattr(parts, split), "sets", ()):
                 self._say(f" {split} data: {samples.selection.counts}")
 
+    def _restore(self, plan: Plan) -> Restored:
+        """The newest state there is: in host memory, on the disk, or a fresh one."""
+        common = self.copies.restore(self.holdings, plan)
+        if common is None:
+            return self.checkpoints.load(self.schedule, cost_coefficients(self.parts.model))
+        source = f"iteration {common['progress']['iteration']} in host memory"
+        return self.checkpoints.resume(common, self.schedule, source)
+
     def run(self) -> None:
         """The whole run: training, then validation and test, unless training was stopped."""
         if self.config.evaluation.skip_train or self.train():
@@ -145,6 +161,7 @@ class Trainer:
         self.plans.close()
         self.trace.close()
         self.checkpoints.close()
+        self.copies.close()
 
     def train(self) -> bool:
         """Iterations until the run is complete (``True``) or has a reason to stop (``False``)."""
@@ -156,6 +173,7 @@ class Trainer:
         while reason is None and (batch := self._next_batch(source)) is not None:
             self.profiler.before(self.progress.iteration)
             result = self._step(source, batch)
+            self.copies.after(self.progress.iteration, self.iterations.executor, self._common)
             iteration, signals = self.progress.iteration, result.signals
             if _due(options.evaluation.eval_interval, iteration) and not any(signals):
                 signals = self._evaluate(self.parts.valid, f"iteration {iteration}")
@@ -183,6 +201,9 @@ class Trainer:
     def _signals(self) -> tuple[bool, ...]:
         """What this worker wants all to know: see ``Stopping``, and whether a save failed."""
         return *self.stopping.signals, self.checkpoints.failed
+
+    def _common(self) -> dict[str, Any]:
+        return self.checkpoints.common(self.progress, self.schedule, self.coefficients)
 
     # ---- one iteration -----------------------------------------------------------------------
 
@@ -269,6 +290,7 @@ class Trainer:
         self._save()
         self.plans.close()
         self.checkpoints.close()
+        self.copies.close()
         self.recorder.close()
         self.world.barrier()
         restart(directory)

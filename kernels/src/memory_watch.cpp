@@ -108,8 +108,8 @@ void redirect(Search& search, uintptr_t base, const ElfW(Rela) * table, size_t b
     if (!takes && std::strcmp(name, "free") != 0) {
       continue;
     }
-    void* const function = takes ? reinterpret_cast<void*>(&counted_memalign)
-                                 : reinterpret_cast<void*>(&counted_free);
+    void* const function =
+        takes ? reinterpret_cast<void*>(&counted_memalign) : reinterpret_cast<void*>(&counted_free);
     const uintptr_t slot = base + table[i].r_offset;
     if (write_slot(slot, function, read_only_begin <= slot && slot < read_only_end)) {
       (takes ? search.taking : search.freeing) = true;
@@ -141,14 +141,29 @@ int visit(dl_phdr_info* info, size_t, void* data) {
   bool with_addends = false;
   for (; dynamic != nullptr && dynamic->d_tag != DT_NULL; ++dynamic) {
     switch (dynamic->d_tag) {
-      case DT_SYMTAB: symbols = dynamic->d_un.d_ptr; break;
-      case DT_STRTAB: names = dynamic->d_un.d_ptr; break;
-      case DT_JMPREL: calls = dynamic->d_un.d_ptr; break;
-      case DT_PLTRELSZ: call_bytes = dynamic->d_un.d_val; break;
-      case DT_PLTREL: with_addends = dynamic->d_un.d_val == DT_RELA; break;
-      case DT_RELA: others = dynamic->d_un.d_ptr; break;
-      case DT_RELASZ: other_bytes = dynamic->d_un.d_val; break;
-      default: break;
+      case DT_SYMTAB:
+        symbols = dynamic->d_un.d_ptr;
+        break;
+      case DT_STRTAB:
+        names = dynamic->d_un.d_ptr;
+        break;
+      case DT_JMPREL:
+        calls = dynamic->d_un.d_ptr;
+        break;
+      case DT_PLTRELSZ:
+        call_bytes = dynamic->d_un.d_val;
+        break;
+      case DT_PLTREL:
+        with_addends = dynamic->d_un.d_val == DT_RELA;
+        break;
+      case DT_RELA:
+        others = dynamic->d_un.d_ptr;
+        break;
+      case DT_RELASZ:
+        other_bytes = dynamic->d_un.d_val;
+        break;
+      default:
+        break;
     }
   }
   if (symbols == 0 || names == 0) {
@@ -179,11 +194,15 @@ MFLEX_API int32_t mflex_memory_watch(const char* library) {
   return search.taking && search.freeing ? 0 : 1;
 }
 #else
-MFLEX_API int32_t mflex_memory_watch(const char*) { return 2; }
+MFLEX_API int32_t mflex_memory_watch(const char*) {
+  return 2;
+}
 #endif
 
 // Bytes in use now.
-MFLEX_API int64_t mflex_memory_current() { return mflex::current.load(); }
+MFLEX_API int64_t mflex_memory_current() {
+  return mflex::current.load();
+}
 
 // The most bytes that were in use at once since the last call with `reset` other than 0.
 MFLEX_API int64_t mflex_memory_peak(int32_t reset) {

@@ -33,7 +33,9 @@ GroupModel::GroupModel(const mflex_planner_problem& problem, double extra_budget
       reduce_(problem.reduce_step, problem.steps, 1.0),
       transient_(problem.transient_step, problem.steps, 1.0),
       budget_(problem.budget, problem.devices, -1.0),
-      class_end_(problem.devices) {
+      class_end_(problem.devices),
+      straight_(std::is_sorted(problem.front, problem.front + problem.steps + 1) &&
+                problem.front[problem.steps] == problem.steps) {
   for (int64_t d = problem.devices - 1; d >= 0; --d) {
     const bool same =
         p_.classes > 0 && d + 1 < problem.devices && p_.device_class[d] == p_.device_class[d + 1];
@@ -54,6 +56,11 @@ double GroupModel::top(int64_t degree, int64_t count) const {
 }
 
 double GroupModel::wait(const Group& g) const {
+  if (straight_) {
+    double seconds = p_.first_forward[g.begin] + p_.round_trip[g.end];
+    if (g.begin > 0) seconds += inner_hop(g) ? p_.hop_intra : p_.hop_inter;
+    return seconds;
+  }
   const int64_t begin = p_.front[g.begin], middle = p_.back[g.end];
   const bool has_front = p_.front[g.end] > begin, has_back = p_.back[g.begin] > middle;
   const int64_t entry = has_front ? begin : middle;

@@ -155,6 +155,7 @@ class GroupModel {
   double extra_budget_;
   RangeMax reduce_, transient_, budget_;
   std::vector<int64_t> class_end_;  // one past the last device of the run of equal classes
+  bool straight_;                   // no back chunks: steps are the units
 };
 
 }  // namespace mflex

@@ -118,6 +118,7 @@ class Search {
   // Largest update of any run of steps below `limit`; negative if there is none.
   double next_update(double limit) const {
     double best = -1.0;
+    limit *= 1.0 - 0.1 * kTolerance;  // sums that differ by their rounding are one value
     const int64_t degrees = p_.sharded ? std::min(p_.devices, p_.micro_batches) : 1;
     for (int64_t degree = 1; degree <= degrees; ++degree) {
       for (int64_t begin = 0; begin < p_.steps; ++begin) {
@@ -209,6 +210,13 @@ class Search {
   void try_group(Group g, int64_t previous, double theta, double limit, Reach* row, int64_t* own) {
     const int64_t least = std::max(*own, g.begin) + 1;
     if (least > p_.steps) return;
+    // Work alone is often too much: most groups are refused here.
+    const double work =
+        p_.share[g.last - g.first] * (p_.work_prefix[least] - p_.work_prefix[g.begin]);
+    if (work > theta) {
+      rejected_ = std::min(rejected_, work);
+      return;
+    }
     auto fits = [&](int64_t end) {
       g.end = end;
       const double cost = model_(g, theta, limit);

@@ -103,7 +103,7 @@ void Server::accept_all() {
     close(descriptor);
     return;
   }
-  clients_.push_back(std::unique_ptr<Client>(new Client{Connection(descriptor)}));
+  clients_.push_back(std::make_unique<Client>(descriptor));
 }
 
 void Server::drop(Client& client) {

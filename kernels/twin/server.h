@@ -39,6 +39,8 @@ class Server {
 
  private:
   struct Client {
+    explicit Client(int descriptor) : connection(descriptor) {}
+
     Connection connection;
     bool member = false;
     std::string attempt;

@@ -62,6 +62,19 @@ class FlexpipeOptions:
     after its update; stall: between iterations, while all wait; restart: through a checkpoint in
     the --save directory, with new processes. All but live are for comparison."""
 
+    flexpipe_twin: bool = option(True, own=True, flags=("--flexpipe-no-twin",))
+    """Hand layers over from worker to worker by messages, not through the host memory of their
+    server. For comparison."""
+
+    flexpipe_twin_snapshot: int | None = option(None, own=True, at_least=1)
+    """Iterations between versions of all weights and optimizer state that are kept in host memory.
+    When workers die and torchrun starts them again (--max-restarts), they continue from the newest;
+    if it is lost too, from --load. Takes the memory of two versions (three when it is 1)."""
+
+    flexpipe_twin_timeout: float = option(300.0, own=True, above=0)
+    """Seconds for which versions in host memory outlast the workers, until these are started
+    again."""
+
     flexpipe_bitwise: bool = option(False, own=True)
     """Sum gradients exactly: losses and weights have the same bits under any layouts and numbers
     of workers. Takes 8 more bytes a parameter and twice the volume of gradients."""

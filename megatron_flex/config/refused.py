@@ -29,11 +29,6 @@ _NO_RECOMPUTE = "activations are not recomputed in this version"
 _DENSE = "models are dense GPT and BERT"
 
 FLAGS: tuple[Refusal, ...] = (
-    _refuse(
-        "flexpipe-no-twin flexpipe-twin-snapshot",
-        "there are no host copies of layers in this version",
-        "remove it",
-    ),
     # Arrives with memory optimisation.
     _refuse(
         "recompute-activations recompute-granularity recompute-method recompute-num-layers"

@@ -6,7 +6,10 @@ Each check returns sentences that name the flags and say what to change.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 
+from megatron_flex.cluster.cluster import load as load_cluster
+from megatron_flex.cluster.profile import Profile
 from megatron_flex.config.config import Config, flag_of
 from megatron_flex.config.data import DataOptions
 from megatron_flex.config.tokenizer import NEEDS
@@ -351,8 +354,27 @@ def _switching(config: Config) -> Problems:
         yield "--flexpipe chooses the plans that --flexpipe-plans would give: remove one of them"
     if f.flexpipe and config.evaluation.skip_train:
         yield "--flexpipe has no effect with --skip-train: remove one of them"
+    for flag, path, read in (
+        ("--flexpipe-cluster", f.flexpipe_cluster, load_cluster),
+        ("--flexpipe-profile", f.flexpipe_profile, _read_profile),
+    ):
+        try:
+            if path is not None:
+                read(path)
+        except (OSError, ValueError) as error:
+            yield f"{flag}: {error}"
+    keeps = f.flexpipe_twin_snapshot is not None
+    yield from _without(config, "--flexpipe-twin-snapshot", keeps, ("flexpipe_twin_timeout",))
+    if keeps and not f.flexpipe_twin:
+        yield "--flexpipe-twin-snapshot keeps what --flexpipe-no-twin forbids: remove one of them"
+    if keeps and config.evaluation.skip_train:
+        yield "--flexpipe-twin-snapshot has no effect with --skip-train: remove one of them"
     if f.flexpipe_switch == "restart" and not config.checkpoint.save:
         yield "--flexpipe-switch restart goes through checkpoints: give --save and --save-interval"
+
+
+def _read_profile(path: str) -> Profile:
+    return Profile.load(Path(path))
 
 
 _CHECKS: tuple[Callable[[Config], Problems], ...] = (

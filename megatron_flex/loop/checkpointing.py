@@ -70,14 +70,7 @@ class Checkpoints:
         options = self._options
         assert options.save is not None
         tensors = self._holdings.named_state(owned=True, optimizer=options.save_optim)
-        common = {
-            "progress": progress.values(),
-            "optimizer_steps": self._holdings.updates,
-            "opt_param_scheduler": schedule.state_dict(),
-            "micro_batch_coefficients": asdict(coefficients),
-            MODEL: asdict(self._holdings.config),
-            "arguments": self._arguments,
-        }
+        common = self.common(progress, schedule, coefficients)
         if options.save_rng:
             common["rng"] = {"seed": self._holdings.config.seed}
         if self._background is not None:
@@ -91,6 +84,27 @@ class Checkpoints:
                 group=self._group,
                 retention=self._retention,
             )
+
+    def common(
+        self, progress: Progress, schedule: LearningRateSchedule, coefficients: CostCoefficients
+    ) -> dict[str, Any]:
+        """What a run continues from beside the state of its slabs: JSON values."""
+        return {
+            "progress": progress.values(),
+            "optimizer_steps": self._holdings.updates,
+            "opt_param_scheduler": schedule.state_dict(),
+            "micro_batch_coefficients": asdict(coefficients),
+            MODEL: asdict(self._holdings.config),
+            "arguments": self._arguments,
+        }
+
+    def resume(
+        self, common: dict[str, Any], schedule: LearningRateSchedule, source: str
+    ) -> Restored:
+        """Continue from what :meth:`common` gave; the slabs' state is there already."""
+        self._holdings.updates = common["optimizer_steps"]
+        schedule.load_state_dict(common["opt_param_scheduler"])
+        return _restored(common, source)
 
     def close(self) -> None:
         """Wait for the save in the background, and raise its error."""
@@ -128,13 +142,8 @@ class Checkpoints:
                 " the same --seed, or --no-load-rng to go on with another"
             )
         if options.optimizer:
-            self._holdings.updates = common["optimizer_steps"]
-            schedule.load_state_dict(common["opt_param_scheduler"])
-        return Restored(
-            Progress(**common["progress"]),
-            CostCoefficients(**common["micro_batch_coefficients"]),
-            source,
-        )
+            return self.resume(common, schedule, source)
+        return _restored(common, source)
 
 
 def find(o: CheckpointOptions) -> tuple[Path, LoadOptions, int] | None:
@@ -175,6 +184,14 @@ def saved_arguments(options: CheckpointOptions) -> dict[str, Any]:
     common = read_common(options.load, options.ckpt_step)
     arguments: dict[str, Any] = common["arguments"]
     return arguments
+
+
+def _restored(common: dict[str, Any], source: str) -> Restored:
+    return Restored(
+        Progress(**common["progress"]),
+        CostCoefficients(**common["micro_batch_coefficients"]),
+        source,
+    )
 
 
 def _seed(common: dict[str, Any]) -> str:

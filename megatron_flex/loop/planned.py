@@ -13,6 +13,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import torch
+
 from megatron_flex.cluster.cluster import Cluster, description, load
 from megatron_flex.cluster.profile import Profile
 from megatron_flex.config.config import Config
@@ -35,6 +37,9 @@ PATIENCE = 0.05
 def planner_setup(config: Config, parts: Parts, world_size: int) -> Setup:
     """What the planner needs to know of a run. Raises ``ValueError`` naming the flag."""
     f = config.flexpipe
+    if f.flexpipe_cluster is None and torch.cuda.is_available():
+        raise ValueError("--flexpipe on GPUs needs --flexpipe-cluster, such as a100 or h200, or a"
+                         " file that describes the devices and links")  # fmt: skip
     cluster = load(f.flexpipe_cluster or f"cpux{min(4, world_size)}")
     per_server = int(os.environ.get("LOCAL_WORLD_SIZE", str(world_size)))
     cluster = _sized(cluster, world_size, per_server)

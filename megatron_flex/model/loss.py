@@ -55,12 +55,14 @@ class _CrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):  # type: ignore[no-untyped-def]
+        logits, labels, normalizer = ctx.saved_tensors
+        # A split backward may pass here twice, with the same gradient. Nothing but the saved tensor
+        # holds the buffer, so that it goes as soon as the output layer is done with it.
+        buffer = logits.data
         if ctx.done is None:
-            logits, labels, normalizer = ctx.saved_tensors
-            ctx.done = (grad, gradients_(logits, labels, normalizer, grad))
-        first, buffer = ctx.done
-        # A split backward may pass here twice, with the same gradient.
-        if first is not grad and not torch.equal(first, grad):
+            ctx.done = grad
+            gradients_(buffer, labels, normalizer, grad)
+        elif ctx.done is not grad and not torch.equal(ctx.done, grad):
             raise RuntimeError("the second backward of a loss must be given the same gradient")
         return buffer, None
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -13,7 +13,7 @@ from megatron_flex.cluster.profile import Line, Profile
 from megatron_flex.data.microbatch import MicroBatch
 from megatron_flex.model.config import ModelConfig
 from megatron_flex.model.layers import Kind, LayerList
-from megatron_flex.planner.memory import StateBytes, tied_state, unit_memory
+from megatron_flex.planner.memory import StateBytes, UnitMemory, tied_state, unit_memory
 from megatron_flex.planner.native_search import shares
 from megatron_flex.planner.options import PlannerOptions
 from megatron_flex.planner.plan import Plan, PlanError
@@ -136,9 +136,14 @@ class ModelCosts:
         return self.backward_input + self.backward_weight
 
     @cached_property
+    def memory(self) -> Mapping[Kind, UnitMemory]:
+        """Memory of one unit of each kind."""
+        return unit_memory(self.config)
+
+    @cached_property
     def unit_state(self) -> dict[Kind, StateBytes]:
         """State of one unit's own slab."""
-        return {kind: m.state for kind, m in unit_memory(self.config).items()}
+        return {kind: m.state for kind, m in self.memory.items()}
 
     @cached_property
     def tied_state(self) -> StateBytes:
@@ -162,16 +167,25 @@ class ModelCosts:
         return values + ends
 
     @cached_property
+    def own_state(self) -> Array:
+        """Bytes of parameters and gradients, without the tied word embedding."""
+        own = {k: float(s.parameters + s.gradients) for k, s in self.unit_state.items()}
+        return self._sum(own)
+
+    @cached_property
+    def own_optimizer(self) -> Array:
+        """Bytes of optimizer state, without the tied word embedding."""
+        return self._sum({k: float(s.optimizer) for k, s in self.unit_state.items()})
+
+    @cached_property
     def state(self) -> Array:
         """Bytes of parameters and gradients."""
-        own = {k: float(s.parameters + s.gradients) for k, s in self.unit_state.items()}
-        return self._with_tied(self._sum(own), self.tied.state)
+        return self._with_tied(self.own_state, self.tied.state)
 
     @cached_property
     def optimizer(self) -> Array:
         """Bytes of optimizer state."""
-        own = {k: float(s.optimizer) for k, s in self.unit_state.items()}
-        return self._with_tied(self._sum(own), self.tied.optimizer)
+        return self._with_tied(self.own_optimizer, self.tied.optimizer)
 
     @cached_property
     def reduce(self) -> Array:
@@ -238,15 +252,17 @@ class ModelCosts:
             return self.tied_state
         return self.unit_state[self.layers.units[slab].kind]
 
-    def slab_gradients(self, slab: int) -> float:
-        """Bytes of a slab's gradient."""
-        return float(self.slab_state(slab).gradients)
+    @cached_property
+    def slab_gradients(self) -> tuple[float, ...]:
+        """Bytes of every slab's gradient."""
+        slabs = range(self.layers.num_slabs)
+        return tuple(float(self.slab_state(slab).gradients) for slab in slabs)
 
-    def slab_update(self, slab: int) -> float:
-        """Seconds of a slab's update."""
-        if slab == self.layers.tied_slab:
-            return self.profile.tied_update
-        return self.profile.kinds[self.layers.units[slab].kind].update
+    @cached_property
+    def slab_update(self) -> tuple[float, ...]:
+        """Seconds of every slab's update on one device."""
+        own = [self.profile.kinds[unit.kind].update for unit in self.layers.units]
+        return (*own, self.profile.tied_update) if self.layers.tied else tuple(own)
 
     @property
     def budget(self) -> float:
@@ -255,7 +271,7 @@ class ModelCosts:
         return float(self.cluster.usable_memory if given is None else given)
 
     def _element_kind(self, kinds: tuple[Kind, ...], forward: float) -> ElementKind:
-        options, memory = self.options, unit_memory(self.config)
+        options, memory = self.options, self.memory
         activation = sum(self.profile.kinds[k].activation for k in kinds)
         kept: float | None = None
         if options.memory_optimisation and options.recompute:
@@ -269,7 +285,7 @@ class ModelCosts:
         """The numbers of one micro-batching; ``granule``: group sizes are multiples of it."""
         basis = np.stack([np.ones_like(batch.tokens), batch.tokens, batch.squares])  # [3, n]
         distinct, kind = self.element_kinds
-        which = [int(np.flatnonzero(kind == i)[0]) for i in range(len(distinct))]
+        which = [self.kinds.index(kinds) for kinds in distinct]
         forward = self.forward[:, which].T @ basis  # [kinds, n]
         backward = self.backward[:, which].T @ basis
         total = basis.sum(axis=1)

@@ -69,10 +69,21 @@ class Finder:
         self.units = units
         self.elements = elements
         self.pricers = tuple(Pricer(units, batch) for batch in batches)
+        self._switches: dict[tuple[object, ...], Switch] = {}
+        self._best: dict[tuple[int, ...], tuple[Plan, ...]] = {}
+
+    def switch(self, running: Running | None, plan: Plan) -> Switch | None:
+        """The switch from what runs now; ``None`` at the start."""
+        if running is None:
+            return None
+        key = (running.plan.stages, running.seconds, running.spare, plan.stages)
+        if key not in self._switches:
+            self._switches[key] = switch(self.units, running, plan)
+        return self._switches[key]
 
     def best_of(self, plan: Plan, running: Running | None, origin: str) -> Candidate:
         """A plan with the micro-batching that suits it best; it need not fit."""
-        change = None if running is None else switch(self.units, running, plan)
+        change = self.switch(running, plan)
         found = [
             Candidate(pricer.price(plan), i, change, origin)
             for i, pricer in enumerate(self.pricers)
@@ -96,10 +107,18 @@ class Finder:
             if bounds[i] >= best:
                 break
             for plan, origin in self._plans(self.pricers[i].batch, late, stages):
-                change = None if running is None else switch(self.units, running, plan)
+                change = self.switch(running, plan)
                 candidate = Candidate(self.pricers[i].price(plan), i, change, origin)
                 best = min(best, candidate.seconds)
                 yield candidate
+
+    def best_plans(self, stages: Sequence[int]) -> tuple[Plan, ...]:
+        """Layouts of :meth:`searched` without a running plan, each once; searched once."""
+        key = tuple(stages)
+        if key not in self._best:
+            found = (Plan(c.plan.stages) for c in self.searched(None, stages))
+            self._best[key] = tuple(dict.fromkeys(found))
+        return self._best[key]
 
     def _bound(self, batch: Batch) -> float:
         """No plan for this micro-batching is faster (flexpipe.md section 6)."""

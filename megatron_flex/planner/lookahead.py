@@ -79,7 +79,10 @@ class Lookahead:
             Infeasible: no plan fits the first batch. (Later batches that fit no plan end the
                 window before them.)
         """
-        finders = [self.planner.finder(ways) for ways in window]
+        return self.decide_among([self.planner.finder(ways) for ways in window], running)
+
+    def decide_among(self, finders: Sequence[Finder], running: Running | None) -> Decision:
+        """:meth:`decide`, with finders that the caller keeps from window to window."""
         path = self.best_path(finders, running)
         if path is None:
             raise finders[0].infeasible()
@@ -173,12 +176,9 @@ class Lookahead:
             plans += self.hbsa_plans(finders, running)
         devices = len(self.planner.units.devices)
         some = [0] + [1 << i for i in range(devices.bit_length()) if 1 << i < devices]
-        found: list[list[Plan]] = []
-        for number, finder in enumerate(finders):
-            start = running if number == 0 else None
-            found.append([Plan(c.plan.stages) for c in finder.searched(start, some)])
-            if number == 0 and running is not None:
-                found[-1] += [Plan(c.plan.stages) for c in finder.searched(None)]
+        found = [list(finder.best_plans(some)) for finder in finders]
+        if running is not None:
+            found[0] = [Plan(c.plan.stages) for c in finders[0].searched(running)] + found[0]
         # In turn from each batch, so that a limit cuts all alike.
         for rank in range(max(map(len, found), default=0)):
             plans += [row[rank] for row in found if rank < len(row)]

@@ -17,7 +17,7 @@ from megatron_flex.planner.tables import Array
 from megatron_flex.schedule.costs import OpCosts
 from megatron_flex.schedule.list_scheduler import policy, search, simulate
 from megatron_flex.schedule.placement import Placement
-from megatron_flex.schedule.slabs import slab_holders, slab_stages
+from megatron_flex.schedule.slabs import slab_holders
 from megatron_flex.schedule.timeline import timeline
 
 SEARCHED = "zb"
@@ -90,18 +90,20 @@ def _row(values: Array) -> tuple[float, ...]:
 
 def slab_seconds(costs: ModelCosts, plan: Plan) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Seconds of each slab's gradient reduction (a ring over its holders) and of its update."""
-    layers = costs.layers
-    holders = slab_holders(plan, layers)
+    holders = slab_holders(plan, costs.layers)
+    sharded = costs.options.shard_optimizer
+    wires: dict[tuple[int, ...], tuple[float, float]] = {}  # of a group: seconds, and a byte
     reduce, update = [], []
     for slab, group in enumerate(holders):
         degree = len(group)
-        inside = len({costs.cluster.server_of(d) for d in group}) == 1
-        link = costs.intra if inside else costs.cluster.inter
-        turns = 2 * (degree - 1)
-        size = costs.slab_gradients(slab)
-        reduce.append(turns * (link.latency + size / degree / link.bytes_per_second))
-        seconds = costs.slab_update(slab)
-        update.append(seconds / degree if costs.options.shard_optimizer else seconds)
+        if group not in wires:
+            inside = len({costs.cluster.server_of(d) for d in group}) == 1
+            link = costs.intra if inside else costs.cluster.inter
+            turns = 2 * (degree - 1)
+            wires[group] = (turns * link.latency, turns / degree / link.bytes_per_second)
+        fixed, per_byte = wires[group]
+        reduce.append(fixed + per_byte * costs.slab_gradients[slab])
+        update.append(costs.slab_update[slab] / (degree if sharded else 1))
     return tuple(reduce), tuple(update)
 
 
@@ -111,17 +113,25 @@ def static_bytes(costs: ModelCosts, plan: Plan, batch: Batch) -> list[float]:
     Parameters, gradients, optimizer state (of offloaded units: none), buffers, and the transient
     memory of the largest unit at the largest micro-batch.
     """
-    layers = costs.layers
     world = [0.0] * costs.cluster.world_size
-    offloaded = set(plan.o_plan.optimizer)
-    for slab, stages in enumerate(slab_stages(plan, layers)):
-        state = costs.slab_state(slab)
-        devices = {d for s in stages for d in plan.stages[s].group}
-        optimizer = 0.0 if slab in offloaded else float(state.optimizer)
-        if costs.options.shard_optimizer:
-            optimizer /= len(devices)
-        for device in devices:
-            world[device] += state.parameters + state.gradients + optimizer
+    offloaded = np.zeros(costs.num_elements, dtype=bool)
+    offloaded[list(plan.o_plan.optimizer)] = True
+    sharded = costs.options.shard_optimizer
+    for stage in plan.stages:
+        units = slice(stage.start, stage.stop)
+        optimizer = float((costs.own_optimizer[units] * ~offloaded[units]).sum())
+        size = float(costs.own_state[units].sum())
+        size += optimizer / len(stage.group) if sharded else optimizer
+        for device in stage.group:
+            world[device] += size
+    tied = costs.layers.tied_slab
+    if tied is not None:
+        holders = {*plan.stages[0].group, *plan.stages[-1].group}
+        state = costs.slab_state(tied)
+        size = state.parameters + state.gradients
+        size += state.optimizer / len(holders) if sharded else state.optimizer
+        for device in holders:
+            world[device] += size
     most = float(batch.tokens.max())
     for device in plan.devices:
         held = (plan.stages[s] for s in plan.stages_of(device))
@@ -152,7 +162,7 @@ def predict(
     """
     op = op_costs(costs, plan, batch)
     fixed = static_bytes(costs, plan, batch)
-    room = activation_room(costs, plan, batch)
+    room = [costs.budget - size for size in fixed]
     short = min(room[d] for d in plan.devices)
     if short < 0:
         device = min(plan.devices, key=lambda d: room[d])

@@ -20,6 +20,19 @@ def attempt() -> str:
     return f"attempt {elastic}.{os.environ.get(ATTEMPT, '0')}"
 
 
+def is_first_attempt() -> bool:
+    """Whether no attempt at this job came before."""
+    return attempt() == "attempt 0.0"
+
+
+def restarts_are_left() -> bool:
+    """Whether torchrun starts the workers again if one of them fails."""
+    done, most = (
+        int(os.environ.get(f"TORCHELASTIC_{name}", "0")) for name in ("RESTART_COUNT", "MAX_RESTARTS")
+    )
+    return done < most
+
+
 def check_restartable() -> None:
     """Raise ``SystemExit`` unless the job's store outlives its workers."""
     alone = os.environ.get("WORLD_SIZE", "1") == "1"

@@ -19,8 +19,6 @@ from megatron_flex.schedule.instructions import (
     Instruction,
     RecvActivation,
     RecvGradient,
-    RecvState,
-    SendState,
     Transfer,
 )
 
@@ -103,50 +101,3 @@ class Communicator:
                 work.wait(self._world.timeout)
         if self._posted or self._expected:
             raise ValueError(f"a receive was never used: {[str(p[0]) for p in self._posted]}")
-
-
-class StateTransfers:
-    """Slab states on their way, waited for by whatever needs the slab next."""
-
-    def __init__(self, world: World) -> None:
-        self._world = world
-        self._arriving: dict[int, tuple[RecvState, dist.Work]] = {}
-        self._leaving: dict[int, list[tuple[SendState, dist.Work]]] = {}
-
-    def send(self, op: SendState, state: torch.Tensor) -> None:
-        """Begin to send; the state must not change before :meth:`left`."""
-        assert self._world.state is not None
-        with explain(op, self._world):
-            work = self._world.state.send(state, op.peer)
-        self._leaving.setdefault(op.slab, []).append((op, work))
-
-    def receive(self, op: RecvState, state: torch.Tensor) -> None:
-        """Begin to receive; the state is undefined before :meth:`arrived`."""
-        assert self._world.state is not None
-        with explain(op, self._world):
-            self._arriving[op.slab] = (op, self._world.state.receive(state, op.peer))
-
-    def arrived(self, slab: int) -> bool:
-        """Wait for a slab that is on its way here; whether it was."""
-        if slab not in self._arriving:
-            return False
-        op, work = self._arriving.pop(slab)
-        with explain(op, self._world):
-            work.wait(self._world.timeout)
-        return True
-
-    def left(self, slab: int) -> None:
-        """Wait until all copies of a slab that were being sent have left."""
-        for op, work in self._leaving.pop(slab, ()):
-            with explain(op, self._world):
-                work.wait(self._world.timeout)
-
-    @property
-    def arriving(self) -> tuple[int, ...]:
-        """Slabs on their way here."""
-        return tuple(self._arriving)
-
-    @property
-    def leaving(self) -> tuple[int, ...]:
-        """Slabs on their way from here."""
-        return tuple(self._leaving)

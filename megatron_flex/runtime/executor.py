@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import astuple, dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,12 +15,14 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from megatron_flex.data.packed import PackedBatch
 from megatron_flex.runtime import exact
+from megatron_flex.runtime.arena import ArenaTransport
 from megatron_flex.runtime.clock import Clock, Measured
-from megatron_flex.runtime.communicator import Communicator, StateTransfers, explain
+from megatron_flex.runtime.communicator import Communicator, explain
 from megatron_flex.runtime.holdings import Holdings
 from megatron_flex.runtime.optimizer import OptimizerConfig, StepSize, clip_coefficient, update
 from megatron_flex.runtime.recompute import recomputed
 from megatron_flex.runtime.slab import Slab
+from megatron_flex.runtime.states import StateTransfers
 from megatron_flex.runtime.world import World
 from megatron_flex.schedule.instructions import (
     Backward,
@@ -108,13 +112,20 @@ class _Run:
 class Executor:
     """The worker of one device."""
 
-    def __init__(self, world: World, holdings: Holdings, optimizer: OptimizerConfig) -> None:
+    def __init__(
+        self,
+        world: World,
+        holdings: Holdings,
+        optimizer: OptimizerConfig,
+        arena: ArenaTransport | None = None,
+    ) -> None:
+        """``arena`` carries what is handed over within a server; without it, messages do."""
         self.world = world
         self.holdings = holdings
         self.optimizer = optimizer
         dtype = torch.bfloat16 if holdings.config.params_dtype == "bfloat16" else torch.float32
         self._communicator = Communicator(world, holdings.config.hidden_size, dtype)
-        self._states = StateTransfers(world)
+        self._states = StateTransfers(world, arena)
         self.clock = Clock(world.device)
         self._slabs_of = [unit.slabs for unit in holdings.config.layers.units]
 
@@ -138,6 +149,7 @@ class Executor:
         clock = self.clock
         clock.begin()
         self.holdings.train(training)
+        self._states.prepare(program, self.holdings.state_bytes)
         self._communicator.expect(instructions)
         with torch.set_grad_enabled(training):
             for instruction in instructions:
@@ -165,10 +177,20 @@ class Executor:
 
     def settle(self) -> None:
         """Wait for all slab states on their way, before anything but a program uses the slabs."""
-        for slab in self._states.leaving:
-            self._states.left(slab)
         for slab in self._states.arriving:
             self._wait_arrived(slab)
+        for slab in self._states.leaving:
+            self._states.left(slab)
+
+    def copy_states(self, copy: Callable[[int, torch.Tensor], Future[None]]) -> None:
+        """Begin ``copy(slab, state)`` for all owned slabs, or when a slab has arrived.
+
+        Whatever changes or drops a slab next waits for its copy.
+        """
+        for number in self.holdings.owned:
+            slab = self.holdings.slabs[number]
+            if slab.layout.numel:
+                self._states.copy(number, partial(copy, number, slab.state))
 
     # ---- compute -----------------------------------------------------------------------------
 
@@ -284,7 +306,8 @@ class Executor:
     def _global_norm(self, run: _Run, _: GlobalNorm) -> None:
         # Each element has one contributor and zeros elsewhere, so the sum is exact and the
         # same whatever the plan; it is taken in slab and micro-batch order afterwards.
-        signals = torch.tensor(run.inputs.signals, dtype=torch.float64)
+        # The last signal is this class's own: whether hand-overs can go through host memory.
+        signals = torch.tensor((*run.inputs.signals, self._states.unready), dtype=torch.float64)
         parts = [run.squares.cpu(), run.losses.flatten().cpu(), run.zeros.cpu(), signals]
         times = torch.zeros(self.world.size, 3, dtype=torch.float64)
         times[self.world.rank] = torch.tensor(astuple(self.clock.measured()))
@@ -295,6 +318,7 @@ class Executor:
                 dist.all_reduce(combined, group=self.world.control)
         squares, losses, zeros, signals, times = combined.split([p.numel() for p in parts])
         sums = losses.view_as(run.losses).sum(0).tolist()
+        self._states.agree(bool(signals[-1] > 0))
         norm = math.sqrt(squares.sum().item()) if run.training else 0.0
         finite = math.isfinite(norm)
         run.result = StepResult(
@@ -304,7 +328,7 @@ class Executor:
             grad_norm=norm,
             skipped=run.training and not (finite and any(run.inputs.denominators)),
             finite=finite,
-            signals=tuple((signals > 0).tolist()),
+            signals=tuple((signals[:-1] > 0).tolist()),
             zeros=int(zeros.item()) if run.inputs.count_zeros else None,
             measured=tuple(Measured(*row) for row in times.view(-1, 3).tolist()),
         )

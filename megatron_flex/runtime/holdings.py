@@ -94,6 +94,10 @@ class Holdings:
             )
         self.owned = tuple(s for s in sorted(wanted) if holders[s][0] == self.rank)
 
+    def state_bytes(self, number: int) -> int:
+        """Bytes of a slab's :attr:`Buffers.state`, held here or not."""
+        return 3 * 4 * self._layout(number).numel
+
     def train(self, mode: bool) -> None:
         """Switch dropout on or off in every block."""
         if mode is not self._training:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -85,6 +86,14 @@ class World:
         box = [value]
         dist.broadcast_object_list(box, src=0, group=self.control)
         return box[0]
+
+    def gather(self, value: object) -> list[Any]:
+        """The ``value`` of every worker by rank, on every worker."""
+        if self.control is None:
+            return [value]
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value, group=self.control)
+        return values
 
     def barrier(self) -> None:
         """Wait for all workers."""

@@ -18,6 +18,7 @@ from megatron_flex.data.packed import PackedBatch
 from megatron_flex.model.config import ModelConfig
 from megatron_flex.planner.plan import Plan
 from megatron_flex.programs import build_program
+from megatron_flex.runtime.arena import ArenaTransport
 from megatron_flex.runtime.executor import (
     HANDLERS,
     Executor,
@@ -36,6 +37,8 @@ from megatron_flex.schedule.validate import validate
 # The gradient of the key's bias is exactly zero in theory and rounding noise (1e-9) in practice.
 # With an epsilon of 1e-8 Adam turns that noise into steps; this keeps it out of the comparison.
 ADAM_EPS = 1e-6
+# Some gradients of each model are clipped, some are not.
+CLIP_GRAD = 0.6
 
 TINY = ModelConfig(
     num_layers=3,
@@ -130,6 +133,7 @@ def train(
     evaluate: bool = False,
     migrate: bool = False,
     each: Callable[[int, Executor], None] | None = None,
+    arena: Callable[[World], ArenaTransport] | None = None,
 ) -> Outcome:
     """Train on this worker's part of ``plans``: one, or one for each iteration (the last stays).
 
@@ -144,6 +148,7 @@ def train(
         evaluate: evaluate a batch between any two iterations.
         migrate: the last half of the micro-batches runs on the next plan already.
         each: called after every iteration.
+        arena: makes what carries late moves within a server; by default messages do.
     """
     world = World.create(torch.device("cpu"), timedelta(seconds=30))
     if capacity is not None and world.reductions is not None:
@@ -154,7 +159,8 @@ def train(
     for plan in listed:
         plan.check(layers.num_units, world.size)
     holdings = Holdings(config, listed[0], world.rank, world.device, exact=exact)
-    executor = Executor(world, holdings, OptimizerConfig(adam_eps=ADAM_EPS))
+    optimizer = OptimizerConfig(adam_eps=ADAM_EPS, clip_grad=CLIP_GRAD)
+    executor = Executor(world, holdings, optimizer, None if arena is None else arena(world))
     results = []
     broken = False
     honest = dict(HANDLERS)

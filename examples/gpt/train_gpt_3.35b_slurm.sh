@@ -1,0 +1,98 @@
+#!/usr/bin/env bash
+#SBATCH --job-name=gpt-3.35b
+#SBATCH --nodes=2
+#SBATCH --ntasks-per-node=8
+#SBATCH --gpus-per-node=8
+#SBATCH --cpus-per-task=8
+#SBATCH --time=24:00:00
+#SBATCH --signal=TERM@300
+#SBATCH --open-mode=append
+#SBATCH --output=%x-%j.log
+#
+# GPT of 3.35 billion parameters on 16 GPUs, one task a GPU. Submit it from the root of the
+# repository, where `make demo` has made .venv, or with VENV set:
+#
+#   DATA_PATH=/data/corpus_text_document TOKENIZER_MODEL=/data/tokenizer.model \
+#     sbatch examples/gpt/train_gpt_3.35b_slurm.sh
+#
+# Five minutes before its time is up every worker gets SIGTERM; the run saves and ends with status 0.
+# Submitted again, it goes on from there, also on another number of nodes.
+set -euo pipefail
+
+: "${DATA_PATH:?prefix of the .bin and .idx files}"
+: "${TOKENIZER_MODEL:?the SentencePiece model that they were made with}"
+CHECKPOINT_PATH=${CHECKPOINT_PATH:-runs/gpt-3.35b/checkpoints}
+LOG_PATH=${LOG_PATH:-runs/gpt-3.35b}
+PYTHON=${VENV:-.venv}/bin/python
+
+# Where the workers meet. The port depends on the job, so that jobs on one node do not collide.
+MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+export MASTER_ADDR
+export MASTER_PORT=$((20000 + SLURM_JOB_ID % 20000))
+export WORLD_SIZE=$SLURM_NTASKS
+export LOCAL_WORLD_SIZE=$((SLURM_NTASKS / SLURM_NNODES))
+
+DISTRIBUTED_ARGS=(
+    --kill-on-bad-exit=1
+    --cpu-bind=cores
+)
+
+GPT_MODEL_ARGS=(
+    --num-layers 16
+    --hidden-size 4096
+    --num-attention-heads 32
+    --seq-length 8192
+    --position-embedding-type rope
+    --attention-dropout 0
+)
+
+TRAINING_ARGS=(
+    --micro-batch-tokens 8192
+    --global-batch-size 256
+    --train-iters 100000
+    --bf16
+    --lr 3.0e-4
+    --min-lr 3.0e-5
+    --lr-decay-style cosine
+    --lr-warmup-fraction .01
+    --weight-decay 0.1
+    --adam-beta2 0.95
+    --clip-grad 1.0
+    --exit-signal-handler
+)
+
+MODEL_PARALLEL_ARGS=(
+    --pipeline-model-parallel-size 4
+    --distributed-backend nccl
+)
+
+DATA_ARGS=(
+    --data-path "$DATA_PATH"
+    --split 949,50,1
+    --tokenizer-type SentencePieceTokenizer
+    --tokenizer-model "$TOKENIZER_MODEL"
+)
+
+EVAL_AND_LOGGING_ARGS=(
+    --log-interval 10
+    --log-throughput
+    --save "$CHECKPOINT_PATH"
+    --load "$CHECKPOINT_PATH"
+    --save-interval 1000
+    --keep-last-n 3
+    --async-save
+    --eval-interval 1000
+    --eval-iters 10
+    --tensorboard-dir "$LOG_PATH/tensorboard"
+    --log-jsonl "$LOG_PATH/log.jsonl"
+)
+
+# shellcheck disable=SC2016 # the variables are each task's own
+srun "${DISTRIBUTED_ARGS[@]}" \
+    bash -c 'RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID exec "$0" "$@"' \
+    "$PYTHON" -u pretrain_gpt.py \
+    "${GPT_MODEL_ARGS[@]}" \
+    "${TRAINING_ARGS[@]}" \
+    "${MODEL_PARALLEL_ARGS[@]}" \
+    "${DATA_ARGS[@]}" \
+    "${EVAL_AND_LOGGING_ARGS[@]}"

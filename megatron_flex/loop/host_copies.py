@@ -1,0 +1,306 @@
+"""Host copies of layers in a run: hand-overs through them, and recovery from them.
+
+One manager a server keeps them (:mod:`megatron_flex.twinlayer`). The first worker of a server, its
+*leader*, starts it and ends it. Every ``--flexpipe-twin-snapshot`` iterations the owners of all
+slabs write a version; the number of a version is that of its iteration. An attempt that follows
+another continues from the newest version of which the servers together hold every slab.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import sys
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_flex.checkpoint.load import check_model
+from megatron_flex.checkpoint.manifest import MODEL
+from megatron_flex.config.config import Config
+from megatron_flex.config.flexpipe import FlexpipeOptions
+from megatron_flex.planner.plan import Plan
+from megatron_flex.runtime.arena import ArenaTransport
+from megatron_flex.runtime.attempt import attempt, is_first_attempt, restarts_are_left
+from megatron_flex.runtime.executor import Executor
+from megatron_flex.runtime.holdings import Holdings
+from megatron_flex.runtime.world import World
+from megatron_flex.schedule.slabs import slab_holders
+from megatron_flex.twinlayer.copies import restore
+from megatron_flex.twinlayer.errors import ManagerLost, TwinError
+from megatron_flex.twinlayer.location import job_name, runtime_directory, socket_of
+from megatron_flex.twinlayer.manager import Shape, entry_bytes, start, stop
+from megatron_flex.twinlayer.worker import Member, TwinLayers, Version
+
+_FAREWELL = 5.0
+"""Seconds for which a manager without versions worth keeping outlasts its workers."""
+
+_KNOWN_COMPLETE = 2
+"""A worker has copied its slabs of iteration k when it has updated them in k+1, before the global
+norm of k+2; a worker that has passed that norm knows it of all others."""
+
+
+class HostCopies:
+    """One worker's part. All workers call each method together.
+
+    Attributes:
+        servers: a number for the server of each worker: its leader's rank.
+        found: the newest version that the servers of an earlier attempt hold together.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        world: World,
+        num_slabs: int,
+        *,
+        job: str | None = None,
+        server: str | None = None,
+    ) -> None:
+        """Look for what an earlier attempt left.
+
+        Args:
+            num_slabs: slabs of the model; a version is complete when it has them all.
+            job: name of the job; default: from the launcher's environment.
+            server: where workers share memory; default: machine and directory of the sockets.
+        """
+        self._options = config.flexpipe
+        self._world = world
+        self._every = config.flexpipe.flexpipe_twin_snapshot
+        self.found: Version | None = None
+        self.servers = tuple(range(world.size))
+        changes = config.flexpipe.flexpipe or config.flexpipe.flexpipe_plans is not None
+        self._layers: TwinLayers | None = None
+        self._wanted = config.flexpipe.flexpipe_twin and (changes or self._every is not None)
+        if not self._wanted:
+            return
+        names = world.gather(_server() if server is None else server)
+        self.servers = tuple(names.index(name) for name in names)
+        here = self.servers[world.rank]
+        self._local = tuple(r for r, s in enumerate(self.servers) if s == here)
+        self._leads = world.rank == here
+        if job is None:
+            job = job_name(os.environ) or str(world.broadcast(f"job {secrets.token_hex(8)}"))
+        self._job = job if len(set(self.servers)) == 1 else f"{job}, server {here}"
+        self._num_slabs = num_slabs
+        self._holding: dict[int, set[int]] = {}  # server -> its slabs of the version found
+        self._uncommitted: list[int] = []
+        self._told = False
+        self.found = self._find()
+
+    def reserve(self, holdings: Holdings, plan: Plan, *, changes: bool) -> None:
+        """Have a manager with enough memory. ``changes``: whether the plan ever does.
+
+        Raises :class:`TwinError` on all workers when one server cannot.
+        """
+        if not self._wanted:
+            return
+        shape = self._shape(holdings, plan, changes=changes)
+        if not shape.banks and not shape.room_bytes:
+            return
+        problem = ""
+        if self._layers is None and self._leads:
+            try:
+                start(self._socket, self._job, shape, self._options.flexpipe_twin_timeout)
+            except TwinError as error:
+                problem = str(error)
+        problems = [p for p in self._world.gather(problem) if p]
+        if problems:
+            advice = "remove --flexpipe-twin-snapshot" if self._every else "give --flexpipe-no-twin"
+            raise TwinError(f"{problems[0]}: {advice}, or use more servers")
+        if self._layers is None:
+            self._layers = self._connect()
+        if self._leads:
+            self._layers.adopt(0 if self.found is None else self.found.number)
+
+    def arena(self) -> ArenaTransport | None:
+        """What carries hand-overs within a server; ``None`` without host copies."""
+        layers = self._layers
+        if layers is None or not layers.shape.room_bytes or not self._options.flexpipe_twin:
+            return None
+        return ArenaTransport(self._world.rank, self.servers, layers.hand_overs)
+
+    def restore(self, holdings: Holdings, plan: Plan) -> dict[str, Any] | None:
+        """Fill the slabs from the version found; what belongs to it beside them.
+
+        ``None`` when there is none. Raises ``CheckpointError`` when it is of another model.
+        """
+        if self.found is None:
+            return None
+        assert self.found.common is not None
+        check_model(self.found.common[MODEL], asdict(holdings.config))
+        holders = slab_holders(plan, holdings.config.layers)
+        for slab, ranks in enumerate(holders):
+            for rank in ranks:
+                self._bring(holdings, slab, rank)
+        for held in holdings:
+            held.params_from_masters()
+        return self.found.common
+
+    def start_from(self, saved: int) -> int:
+        """The iteration to start from, when that of the checkpoint on the disk is ``saved``."""
+        if self.found is not None and self.found.number < saved:
+            self.found = None
+        return saved if self.found is None else self.found.number
+
+    def after(self, iteration: int, executor: Executor, common: Callable[[], Any]) -> None:
+        """Begin to write a version if ``iteration``, which has ended, is to have one.
+
+        ``common()`` is what belongs to it beside the slabs.
+        """
+        layers = self._layers
+        if layers is None:
+            return
+        self._tell()
+        while self._uncommitted and self._uncommitted[0] + _KNOWN_COMPLETE <= iteration:
+            layers.arena.commit(self._uncommitted.pop(0))
+        if self._every is None or iteration % self._every or layers.lost:
+            return
+        holdings = executor.holdings
+        sizes = {slab: holdings.state_bytes(slab) for slab in holdings.owned}
+        text = json.dumps(common()) if self._leads else None
+        layers.snapshots.begin(iteration, sizes, text)
+        executor.copy_states(layers.snapshots.save)
+        self._uncommitted.append(iteration)
+
+    def close(self) -> None:
+        """The job has ended well: nothing is kept."""
+        if self._layers is None:
+            return
+        self._world.barrier()  # a worker that dies before the others have ended needs the versions
+        if self._leads:
+            self._layers.end()
+            self._socket.unlink(missing_ok=True)  # that of a manager which was killed
+        self._layers.close()
+        self._layers = None
+
+    # ---- what an earlier attempt left --------------------------------------------------------
+
+    @property
+    def _socket(self) -> Path:
+        return socket_of(self._job)
+
+    def _find(self) -> Version | None:
+        """The newest version that is complete everywhere and whose checksums hold."""
+        again = self._every is not None and not is_first_attempt()
+        if self._leads and not again:
+            stop(self._socket)  # a leftover of another job
+        versions: list[Version] = []
+        if again:
+            try:
+                self._layers = self._connect()
+                versions = self._layers.versions()
+            except ManagerLost:
+                self._layers = None
+        # A server whose manager is gone has none for all its workers, whatever some have seen.
+        everyone = self._world.gather(self._layers is not None)
+        if not all(everyone[rank] for rank in self._local):
+            self._drop_connection()
+            versions = []
+        complete = {v.number: sorted(v.entries) for v in versions if v.common is not None}
+        tables = self._world.gather(complete)
+        for number in sorted({n for table in tables for n in table}, reverse=True):
+            if not all(number in table for table in tables):
+                continue
+            version = next(v for v in versions if v.number == number)
+            holding = {server: set(tables[server][number]) for server in set(self.servers)}
+            whole = set().union(*holding.values()) == set(range(self._num_slabs))
+            share = sorted(version.entries)[self._local.index(self._world.rank) :: len(self._local)]
+            damaged = [slab for slab in share if not version.entries[slab].intact()]
+            if not self._world.max(0 if whole and not damaged else 1):
+                self._holding = holding
+                return version
+        return None
+
+    def _drop_connection(self) -> None:
+        if self._layers is not None:
+            self._layers.close()
+            self._layers = None
+
+    def _connect(self) -> TwinLayers:
+        keeps = self._every is not None and restarts_are_left()
+        member = Member(
+            self._world.rank,
+            attempt(),
+            len(self._local),
+            self._options.flexpipe_twin_timeout if keeps else _FAREWELL,
+            self._world.timeout.total_seconds(),
+        )
+        return TwinLayers(self._socket, member, self._world.device)
+
+    def _shape(self, holdings: Holdings, plan: Plan, *, changes: bool) -> Shape:
+        """What this server's arena must hold."""
+        layers = holdings.config.layers
+        owned = {s: entry_bytes(holdings.state_bytes(s)) for s in holdings.owned}
+        sizes: dict[int, int] = {}
+        for one in self._world.gather(owned):
+            sizes.update(one)
+        # Under changing plans the workers of one server may come to own everything.
+        holders = slab_holders(plan, layers)
+        local = sum(size for slab, size in sizes.items() if holders[slab][0] in self._local)
+        total = sum(sizes.values())
+        banks = 0 if self._every is None else 3 if self._every < _KNOWN_COMPLETE else 2
+        room = 0
+        if hands_over(self._options, self.servers, changes=changes):
+            # Of a live switch only what has no room on its device is handed over.
+            live = self._options.flexpipe_switch == "live"
+            room = max(total // 4, 4 * max(sizes.values())) if live else total
+        return Shape(banks, total if changes else local, room)
+
+    def _bring(self, holdings: Holdings, slab: int, rank: int) -> None:
+        """Fill ``slab`` on worker ``rank``, from another server if its own does not have it."""
+        assert self.found is not None
+        me, here = self._world.rank, self.servers[rank]
+        # The rank of a server's leader is the server's number.
+        source = here if slab in self._holding[here] else self._elsewhere(slab)
+        if me not in (rank, source) or not holdings.state_bytes(slab):
+            return
+        if source == here:
+            if me == rank:
+                restore(self.found.entries[slab], holdings.slabs[slab].state)
+            return
+        assert self._world.state is not None
+        if me == rank:
+            work = self._world.state.receive(holdings.slabs[slab].state, source)
+        else:
+            data = self.found.entries[slab].data.view(torch.float32)
+            work = self._world.state.send(data.to(self._world.device), rank)
+        work.wait(self._world.timeout)
+
+    def _elsewhere(self, slab: int) -> int:
+        return min(server for server, slabs in self._holding.items() if slab in slabs)
+
+    def _tell(self) -> None:
+        """Say once that the manager has ended."""
+        assert self._layers is not None
+        if not self._layers.lost or self._told:
+            return
+        self._told = True
+        if self._leads:
+            kept = " and nothing is kept in host memory for recovery" if self._every else ""
+            print(
+                f"warning: the manager of host copies of this server ({self._job}) has ended."
+                f" Training goes on; layers are handed over by messages now{kept}.",
+                file=sys.stderr,
+                flush=True,
+            )
+
+
+def hands_over(options: FlexpipeOptions, servers: tuple[int, ...], *, changes: bool) -> bool:
+    """Whether layers may be handed over between workers of one server."""
+    ways = ("live", "handover")
+    several = len(set(servers)) < len(servers)
+    return bool(
+        options.flexpipe_twin and changes and options.flexpipe_switch in ways and several
+    )
+
+
+def _server() -> str:
+    """The same for all workers that can share memory through one manager, and for no others."""
+    directory = runtime_directory().stat()
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{boot} {directory.st_dev} {directory.st_ino}"
