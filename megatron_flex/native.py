@@ -69,7 +69,12 @@ SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "mflex_memory_peak": (_LONG, [_INT]),
     # parallel.cpp
     "mflex_available_threads": (_INT, []),
-    # planner_hbsa.cpp, planner_price.cpp, planner_search.cpp, planner_shares.cpp
+    # planner_hbsa.cpp, planner_price.cpp, planner_search.cpp, planner_shares.cpp,
+    # planner_switch.cpp
+    "mflex_planner_switch": (
+        None,
+        [_LONG, *(_POINTER,) * 6, _LONG, _LONG, _LONG, *(_POINTER,) * 3],
+    ),
     "mflex_planner_hbsa": (_DOUBLE, [_POINTER, _LONG, *(_POINTER,) * 3]),
     "mflex_planner_search": (_LONG, [_POINTER, _LONG, _POINTER, _POINTER]),
     "mflex_planner_feasible": (_LONG, [_POINTER, _LONG, _DOUBLE]),

@@ -105,7 +105,10 @@ class Trainer:
         self.holdings = Holdings(parts.model, plan, world.rank, world.device, exact=exact)
         optimizer = OptimizerConfig(t.adam_beta1, t.adam_beta2, t.adam_eps, t.clip_grad)
         self.schedule = LearningRateSchedule(config.learning_rate, t)
-        self.checkpoints = Checkpoints(config.checkpoint, world, self.holdings, config.values())
+        stored = config.checkpoint
+        if config.evaluation.skip_train:  # needs neither moments nor the same schedule
+            stored = replace(stored, load_optim=False)
+        self.checkpoints = Checkpoints(stored, world, self.holdings, config.values())
         self.copies.reserve(self.holdings, plan, changes=self.plans.change)
         restored = self._restore(plan)
         self.progress = restored.progress

@@ -26,8 +26,8 @@ LOG_PATH=${LOG_PATH:-runs/gpt-3.35b}
 PYTHON=${VENV:-.venv}/bin/python
 
 # Where the workers meet. The port depends on the job, so that jobs on one node do not collide.
-MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
-export MASTER_ADDR
+mapfile -t NODES < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
+export MASTER_ADDR=${NODES[0]}
 export MASTER_PORT=$((20000 + SLURM_JOB_ID % 20000))
 export WORLD_SIZE=$SLURM_NTASKS
 export LOCAL_WORLD_SIZE=$((SLURM_NTASKS / SLURM_NNODES))

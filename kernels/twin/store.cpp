@@ -63,7 +63,7 @@ std::vector<uint64_t> Store::begin(uint64_t version, uint64_t source,
                     std::to_string(version) + " takes " + std::to_string(wanted) +
                     " bytes, but of the " + std::to_string(shape_.bank_bytes) +
                     " bytes for a version " + std::to_string(shape_.bank_bytes - used) +
-                    " are left");
+                    " are left; one that is started by hand needs a larger --bank-gb");
     }
     offsets.push_back(bank.begin + used);
     used += wanted;

@@ -294,9 +294,7 @@ def hands_over(options: FlexpipeOptions, servers: tuple[int, ...], *, changes: b
     """Whether layers may be handed over between workers of one server."""
     ways = ("live", "handover")
     several = len(set(servers)) < len(servers)
-    return bool(
-        options.flexpipe_twin and changes and options.flexpipe_switch in ways and several
-    )
+    return bool(options.flexpipe_twin and changes and options.flexpipe_switch in ways and several)
 
 
 def _server() -> str:

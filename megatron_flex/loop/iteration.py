@@ -82,9 +82,7 @@ class Iterations:
         change = None
         if following.stages != self.plan.stages and way != "restart":
             layers = self.executor.holdings.config.layers
-            change = transition(
-                self.plan, following, layers, late=late if way == "live" else None
-            )
+            change = transition(self.plan, following, layers, late=late if way == "live" else None)
         within = None if way == "stall" else change
         result = self._run(source, batch, StepInputs(
             self._reader, batch.denominators, step_size, signals, count_zeros

@@ -21,6 +21,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from megatron_flex.planner.build import Batch, ModelCosts
 from megatron_flex.planner.candidates import Candidate, Finder
 from megatron_flex.planner.cost import Group, paper_time
@@ -251,6 +253,9 @@ class WholeLayers:
     """The model as HBSA sees it: whole layers, embedding and head with the first and last."""
 
     def __init__(self, units: ModelCosts) -> None:
+        self.units = units
+        one = np.ones(1)
+        self._devices = units.tables(Batch(one, one))  # for its units and slots
         count = units.config.num_layers
         inner = tuple(1 + 2 * layer for layer in range(1, count))
         self.costs = ModelCosts(
@@ -291,16 +296,13 @@ class WholeLayers:
 
         ``(work + communication with the stage before) / d + (gradient reduction + update) / n``.
         """
-        costs = ModelCosts(
-            self.costs.config, self.costs.profile, self.costs.cluster, self.costs.options,
-            self.costs.devices, tuple(range(self.costs.layers.num_units + 1)),
-        )  # fmt: skip
-        t = costs.tables(batch)
-        hops, n = self._hops(batch), len(batch.tokens)
-        seconds = []
-        for group in groups_of(t, plan):
-            seconds.append(_stage_seconds(costs, t.work, group, hops, n))
-        return tuple(seconds)
+        units, n = self.units, len(batch.tokens)
+        total = [n, float(batch.tokens.sum()), float(batch.squares.sum())]
+        work = (units.forward + units.backward).T @ total
+        hops = self._hops(batch)
+        return tuple(
+            _stage_seconds(units, work, group, hops, n) for group in groups_of(self._devices, plan)
+        )
 
     def peak(self, batch: Batch, stages: int) -> float:
         """M_peak of the memory model: state, activations in flight under 1F1B, buffers."""

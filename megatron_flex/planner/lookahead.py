@@ -24,7 +24,7 @@ from megatron_flex.planner.decision import Decision
 from megatron_flex.planner.hbsa import Hbsa
 from megatron_flex.planner.plan import Plan
 from megatron_flex.planner.planner import Planner, running_of
-from megatron_flex.planner.switching import Running, switch
+from megatron_flex.planner.switching import LiveSwitches, Running
 
 MAX_CANDIDATES = 32
 _Reached = tuple[float, float, float, tuple[Candidate, ...]]
@@ -66,7 +66,7 @@ class Lookahead:
         self.planner = planner
         self.static = Plan(static.stages)
         self.hbsa = hbsa
-        self._edges: dict[tuple[object, ...], float] = {}
+        self._switches = LiveSwitches(planner.units)
 
     def decide(self, window: Sequence[Sequence[Batch]], running: Running | None) -> Decision:
         """The decision for the first batch of the window: the first plan of the best path.
@@ -101,28 +101,43 @@ class Lookahead:
         for number, layer in enumerate(layers):
             if not layer:
                 break
-            reached: list[_Reached] = []
-            for candidate in layer:
-                own = candidate.price.seconds
-                if number == 0:
-                    change = 0.0 if running is None else self._edge(running, candidate.plan)
-                    reached.append((own + change, own, change, (candidate,)))
-                    continue
-                options: list[_Reached] = []
-                for total, iterations, switches, plans in best:
-                    edge = self._edge(self._running(plans[-1]), candidate.plan)
-                    options.append(
-                        (total + edge + own, iterations + own, switches + edge, (*plans, candidate))
-                    )
-                reached.append(min(options, key=lambda o: (o[0], len(o[3][-1].plan.stages))))
-            best = reached
-        if not best:
-            return None
-        ends = []
-        for _, iterations, switches, plans in best:
+            if number == 0:
+                best = [self._start(running, candidate) for candidate in layer]
+            else:
+                best = [self._extend(best, candidate) for candidate in layer]
+            best.sort(key=lambda reached: (reached[0], len(reached[3][-1].plan.stages)))
+        shortest: Path | None = None
+        for total, iterations, switches, plans in best:
+            if shortest is not None and total >= shortest.seconds:
+                break  # and so are all that follow: a switch never takes less than nothing
             back = self._edge(self._running(plans[-1]), self.static)
-            ends.append(Path(plans, iterations, switches, back))
-        return min(ends, key=lambda p: p.seconds)
+            path = Path(plans, iterations, switches, back)
+            if shortest is None or path.seconds < shortest.seconds:
+                shortest = path
+        return shortest
+
+    def _start(self, running: Running | None, candidate: Candidate) -> _Reached:
+        """The first batch with one candidate."""
+        own = candidate.price.seconds
+        change = 0.0 if running is None else self._edge(running, candidate.plan)
+        return (own + change, own, change, (candidate,))
+
+    def _extend(self, best: list[_Reached], candidate: Candidate) -> _Reached:
+        """The cheapest way to run ``candidate`` after one of ``best`` (cheapest first)."""
+        own = candidate.price.seconds
+        stages = candidate.plan.stages
+        # Staying costs nothing, so only what is cheaper than that need be priced.
+        same = (r for r in best if r[3][-1].plan.stages == stages)
+        found = next(((r[0], 0.0, r) for r in same), None)
+        for reached in best:
+            if found is not None and reached[0] >= found[0]:
+                break
+            edge = self._edge(self._running(reached[3][-1]), candidate.plan)
+            if found is None or reached[0] + edge < found[0]:
+                found = (reached[0] + edge, edge, reached)
+        assert found is not None
+        total, edge, (_, iterations, switches, plans) = found
+        return (total + own, iterations + own, switches + edge, (*plans, candidate))
 
     def path_of(
         self, finders: Sequence[Finder], running: Running | None, plans: Sequence[Plan]
@@ -158,12 +173,7 @@ class Lookahead:
         return running_of(self.planner.units, candidate.price)
 
     def _edge(self, running: Running, plan: Plan) -> float:
-        if running.plan.stages == plan.stages:
-            return 0.0
-        key = (running.plan.stages, plan.stages, running.seconds, running.spare)
-        if key not in self._edges:
-            self._edges[key] = switch(self.planner.units, running, plan).seconds
-        return self._edges[key]
+        return self._switches.seconds(running, plan)
 
     def _candidates(
         self, finders: Sequence[Finder], running: Running | None
@@ -179,6 +189,8 @@ class Lookahead:
         found = [list(finder.best_plans(some)) for finder in finders]
         if running is not None:
             found[0] = [Plan(c.plan.stages) for c in finders[0].searched(running)] + found[0]
+        if not self.planner.options.split:
+            plans += self.planner.even_plans
         # In turn from each batch, so that a limit cuts all alike.
         for rank in range(max(map(len, found), default=0)):
             plans += [row[rank] for row in found if rank < len(row)]

@@ -12,7 +12,8 @@ in total):
 * send and receive buffers.
 
 Activation bytes are closed forms of what the modules of ``megatron_flex/model`` save for their
-backward (no dropout masks, no attention scores); a measured profile replaces them.
+backward (:mod:`megatron_flex.planner.passes`); a measured profile replaces them. What an iteration
+takes on each device, instruction by instruction, is in :mod:`megatron_flex.planner.footprint`.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ from dataclasses import dataclass
 
 from megatron_flex.model.config import ModelConfig
 from megatron_flex.model.layers import Kind
+from megatron_flex.planner.passes import DTYPE_BYTES, passes
 
 GRADIENT_BYTES = 4
 MOMENT_BYTES = 8
 MASTER_BYTES = 4
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 
 
 @dataclass(frozen=True)
@@ -56,50 +57,54 @@ class UnitMemory:
 
     Attributes:
         state: its own slab (without a tied word embedding).
-        activation: bytes that a forward leaves, a token.
+        activation: bytes that a forward leaves, a token, the unit's input among them.
         kept: bytes that are left, a token, when the unit is recomputed (its input); ``None`` where
             recompute is not possible (embedding and head).
         transient: bytes that a pass needs while it runs, a token.
+        fixed: bytes that a pass needs besides, whatever its tokens: the gradients of tables. (Those
+            of other weights are small beside the unit's state, and left out here.)
     """
 
     state: StateBytes
     activation: float
     kept: float | None
     transient: float
+    fixed: float = 0.0
+
+
+def parameter_sizes(config: ModelConfig, kind: Kind) -> tuple[int, ...]:
+    """Elements of every parameter in one unit's own slab (see :func:`word_embedding_count`)."""
+    hidden, ffn = config.hidden_size, config.ffn_hidden_size
+    parts = 2 if config.normalization == "LayerNorm" else 1
+    norm = (hidden,) * parts
+    query = config.num_attention_heads * config.kv_channels
+    qkv = query + 2 * config.num_query_groups * config.kv_channels
+
+    def linear(inputs: int, outputs: int, bias: bool = config.add_bias_linear) -> tuple[int, ...]:
+        return (inputs * outputs, outputs) if bias else (inputs * outputs,)
+
+    if kind is Kind.ATTENTION:
+        head_norms = (config.kv_channels,) * (2 * parts) if config.qk_layernorm else ()
+        return (*norm, *linear(hidden, qkv), *linear(query, hidden), *head_norms)
+    if kind is Kind.MLP:
+        wide = ffn * (2 if config.swiglu else 1)
+        return (*norm, *linear(hidden, wide), *linear(ffn, hidden))
+    if kind is Kind.EMBEDDING:
+        learned = config.position_embedding_type == "learned_absolute"
+        rows = (config.max_position_embeddings if learned else 0, config.num_tokentypes)
+        return tuple(n * hidden for n in rows if n)
+    if config.architecture != "bert":
+        return norm
+    # Transform (dense and norm) and the output layer's bias; then pooler and classifier.
+    transform = (*linear(hidden, hidden, bias=True), *norm, config.padded_vocab_size)
+    if not config.binary_head:
+        return (*norm, *transform)
+    return (*norm, *transform, *linear(hidden, hidden, bias=True), *linear(hidden, 2, bias=True))
 
 
 def parameter_count(config: ModelConfig, kind: Kind) -> int:
     """Parameters of one unit's own slab; the word embedding is in :func:`word_embedding_count`."""
-    hidden, ffn = config.hidden_size, config.ffn_hidden_size
-    norm = hidden * (2 if config.normalization == "LayerNorm" else 1)
-    query = config.num_attention_heads * config.kv_channels
-    qkv = query + 2 * config.num_query_groups * config.kv_channels
-    bias = 1 if config.add_bias_linear else 0
-    if kind is Kind.ATTENTION:
-        head_norms = 2 * config.kv_channels * (2 if config.normalization == "LayerNorm" else 1)
-        return (
-            norm
-            + hidden * qkv + bias * qkv
-            + query * hidden + bias * hidden
-            + (head_norms if config.qk_layernorm else 0)
-        )  # fmt: skip
-    if kind is Kind.MLP:
-        wide = ffn * (2 if config.swiglu else 1)
-        return norm + hidden * wide + bias * wide + ffn * hidden + bias * hidden
-    if kind is Kind.EMBEDDING:
-        positions = (
-            config.max_position_embeddings
-            if config.position_embedding_type == "learned_absolute"
-            else 0
-        )
-        return (positions + config.num_tokentypes) * hidden
-    count = norm
-    if config.architecture == "bert":
-        # Transform (dense and norm) and the output layer's bias; then pooler and classifier.
-        count += hidden * hidden + hidden + norm + config.padded_vocab_size
-        if config.binary_head:
-            count += hidden * hidden + hidden + 2 * hidden + 2
-    return count
+    return sum(parameter_sizes(config, kind))
 
 
 def word_embedding_count(config: ModelConfig) -> int:
@@ -127,41 +132,24 @@ def state_bytes(config: ModelConfig, parameters: int) -> StateBytes:
 
 def unit_memory(config: ModelConfig) -> Mapping[Kind, UnitMemory]:
     """Memory of one unit of each kind."""
-    size = DTYPE_BYTES[config.params_dtype]
-    hidden, ffn = config.hidden_size, config.ffn_hidden_size
-    query = config.num_attention_heads * config.kv_channels
-    qkv = query + 2 * config.num_query_groups * config.kv_channels
-    wide = ffn * (2 if config.swiglu else 1)
+    hidden = boundary_bytes(config)
     untied = word_embedding_count(config) if config.untie_embeddings_and_output_weights else 0
-
-    def state(kind: Kind, extra: int = 0) -> StateBytes:
-        return state_bytes(config, parameter_count(config, kind) + extra)
-
-    # Input and output of the norm; torch's RMSNorm also keeps the normed values before scaling.
-    norm = size * hidden * (2 if config.normalization == "LayerNorm" else 3)
-    # Queries, keys, values, rotated queries, attention's output, float32 log-sum-exp.
-    rotated = query if config.position_embedding_type == "rope" else 0
-    attention = norm + size * (qkv + rotated + query) + 4 * config.num_attention_heads
-    # The product before and after the activation function.
-    mlp = norm + size * (wide + ffn)
-    # Float32 logits (the backward pass reuses them for their gradient).
-    head = norm + 4 * config.vocab_size
-    if config.architecture == "bert":
-        head += size * 3 * hidden
-    logits = size * config.vocab_size if config.params_dtype != "float32" else 0
-    return {
-        Kind.EMBEDDING: UnitMemory(state(Kind.EMBEDDING, untied), 0.0, None, float(size * hidden)),
-        Kind.ATTENTION: UnitMemory(
-            state(Kind.ATTENTION),
-            float(attention),
-            float(size * hidden),
-            float(size * (qkv + query)),
-        ),
-        Kind.MLP: UnitMemory(
-            state(Kind.MLP), float(mlp), float(size * hidden), float(size * (wide + ffn))
-        ),
-        Kind.HEAD: UnitMemory(state(Kind.HEAD, untied), float(head), None, float(logits)),
-    }
+    found = {}
+    for kind, unit in passes(config).items():
+        end = kind in (Kind.EMBEDDING, Kind.HEAD)
+        state = state_bytes(config, parameter_count(config, kind) + (untied if end else 0))
+        # A backward begins with the gradient of the output; the head's is one number.
+        output = 0.0 if kind is Kind.HEAD else hidden
+        backward = output + max(level.token for level in unit.backward)
+        forward = max(level.token for level in unit.forward) - unit.kept
+        found[kind] = UnitMemory(
+            state,
+            0.0 if kind is Kind.EMBEDDING else hidden + unit.kept,
+            None if end else hidden,
+            max(forward, backward),
+            max(level.fixed for level in unit.backward) if end else 0.0,
+        )
+    return found
 
 
 def tied_state(config: ModelConfig) -> StateBytes:

@@ -148,6 +148,9 @@ class Planner:
         if running is not None:
             found += finder.searched(running, switching=False)
             found.append(finder.best_of(running.plan, running, "current"))
+        if not self.options.split:
+            # A fused backward runs best on equal degrees, which the closed form does not know.
+            found += [finder.best_of(plan, running, "static") for plan in self.even_plans]
         found += [finder.best_of(plan, running, origin) for plan, origin in others]
         return self.choose(finder, found, running)
 
@@ -168,7 +171,14 @@ class Planner:
         ranked = [c for c in ranked if c.price.fits]
         if not ranked:
             raise finder.infeasible()
-        few = ranked[: max(1, self.options.simulations)]
+        number = max(1, self.options.simulations)
+        if self.options.simulations and not self.options.split and len(ranked) > number:
+            # Which few to simulate is decided by a nearer estimate.
+            ranked = sorted(
+                ranked[: 3 * number],
+                key=lambda c: finder.pricers[c.micro_batching].refined(c.price) + c.switch_seconds,
+            )
+        few = ranked[:number]
         if settled is not None:
             settled = next(c for c in ranked if c.plan.stages == settled.plan.stages)
             few = [settled, *(c for c in few[:2] if c is not settled)]

@@ -13,8 +13,10 @@ from megatron_flex.planner.native_search import SearchProblem
 from megatron_flex.planner.optimise import GroupOptimisation, o_plan, optimise
 from megatron_flex.planner.plan import OPlan, Plan
 from megatron_flex.planner.plans import groups_of
-from megatron_flex.planner.simulation import Prediction, predict
+from megatron_flex.planner.simulation import Prediction, op_costs, predict
 from megatron_flex.planner.switching import Switch
+from megatron_flex.planner.wave import wave_seconds
+from megatron_flex.schedule.routing import route
 
 
 @dataclass(frozen=True)
@@ -25,6 +27,7 @@ class Price:
         plan: its ``o_plan`` is the one built here.
         seconds: the iteration by the closed form, memory optimisation included; infinite when the
             plan does not fit even with it.
+        before_update: the part of it before the optimizer's update.
         missing: bytes that the fullest device lacks before memory optimisation.
         shortfall: bytes that it still lacks with all that is allowed.
         parts: what each group does for its memory.
@@ -33,6 +36,7 @@ class Price:
 
     plan: Plan
     seconds: float
+    before_update: float
     missing: float
     shortfall: float
     parts: tuple[GroupOptimisation, ...]
@@ -88,6 +92,18 @@ class Pricer:
         """The schedule's own simulation of a priced plan, with its O_plan."""
         return predict(self.costs, price.plan, self.batch, stop=stop)
 
+    def refined(self, price: Price) -> float:
+        """A nearer estimate than the closed form, where micro-batches differ in size.
+
+        The mean of it and the wave (:mod:`wave`) with a fused backward; itself with a split one.
+        """
+        if self.costs.options.split:
+            return price.seconds
+        op = op_costs(self.costs, price.plan, self.batch)
+        wave = wave_seconds(op, route(price.plan, op))
+        update = price.seconds - price.before_update
+        return 0.5 * (price.before_update + max(wave, price.before_update)) + update
+
     def _price(self, plan: Plan) -> Price:
         tables = self.problem.tables
         groups = groups_of(tables, plan)
@@ -100,7 +116,8 @@ class Pricer:
                 optimise(tables, g) if c.missing > 0 else GroupOptimisation()
                 for g, c in zip(groups, cost.groups, strict=True)
             )
-        seconds = _seconds(cost, parts)
+        before_update = _before_update(cost, parts)
+        seconds = before_update + max(c.update for c in cost.groups)
         shortfall = 0.0
         optimisation: OPlan | None = None
         if math.isfinite(seconds):
@@ -109,7 +126,13 @@ class Pricer:
             shortfall = self._shortfall(plan)
         size = self._device_bytes(groups, cost, parts)
         return Price(
-            Plan(plan.stages, optimisation or OPlan()), seconds, missing, shortfall, parts, size
+            Plan(plan.stages, optimisation or OPlan()),
+            seconds,
+            before_update,
+            missing,
+            shortfall,
+            parts,
+            size,
         )
 
     def _device_bytes(
@@ -140,9 +163,9 @@ class Pricer:
         return worst
 
 
-def _seconds(cost: PlanCost, parts: tuple[GroupOptimisation, ...]) -> float:
+def _before_update(cost: PlanCost, parts: tuple[GroupOptimisation, ...]) -> float:
     """The iteration with whole elements optimised, instead of the searches' relaxation."""
     worst = max(
         c.wait + c.work + c.tail + part.seconds for c, part in zip(cost.groups, parts, strict=True)
     )
-    return max(worst, cost.chain) + max(c.update for c in cost.groups)
+    return max(worst, cost.chain)

@@ -25,9 +25,10 @@ from typing import Literal
 
 import numpy as np
 
+from megatron_flex.native import function
 from megatron_flex.planner.build import ModelCosts
-from megatron_flex.planner.plan import Plan
-from megatron_flex.planner.tables import Array, Arrivals, BoolArray
+from megatron_flex.planner.plan import Plan, Stage
+from megatron_flex.planner.tables import Array, Arrivals, BoolArray, IntArray
 from megatron_flex.schedule.slabs import slab_holders
 
 SwitchMode = Literal["live", "handover", "stall", "restart"]
@@ -123,6 +124,57 @@ def switch(costs: ModelCosts, running: Running, plan: Plan, mode: SwitchMode = "
     for move in early:
         received[move.device] += move.size
     return Switch(tuple(moves), drag, stall, tuple(received))
+
+
+@dataclass(frozen=True, eq=False)
+class Holders:
+    """Who holds each slab under a plan, as the native price reads it (ascending)."""
+
+    offset: IntArray
+    devices: IntArray
+
+    @classmethod
+    def of(cls, costs: ModelCosts, plan: Plan) -> Holders:
+        """The holders of every slab."""
+        holders = slab_holders(plan, costs.layers)
+        offset = np.concatenate([[0], np.cumsum([len(h) for h in holders])]).astype(np.int64)
+        return cls(offset, np.array([d for h in holders for d in h], dtype=np.int64))
+
+
+class LiveSwitches:
+    """``switch(costs, running, plan).seconds``, fast, for one job; remembers plans' holders."""
+
+    def __init__(self, costs: ModelCosts) -> None:
+        self.costs = costs
+        slabs = [costs.slab_state(s) for s in range(costs.layers.num_slabs)]
+        self._parameters = np.array([float(s.parameters) for s in slabs])
+        self._optimizer = np.array([float(s.optimizer) for s in slabs])
+        links = (costs.intra, costs.cluster.inter, costs.host)
+        pairs = [(link.latency, 1.0 / link.bytes_per_second) for link in links]
+        self._wires = np.array(pairs).ravel()
+        self._holders: dict[tuple[Stage, ...], Holders] = {}
+
+    def _of(self, plan: Plan) -> Holders:
+        if plan.stages not in self._holders:
+            self._holders[plan.stages] = Holders.of(self.costs, plan)
+        return self._holders[plan.stages]
+
+    def seconds(self, running: Running, plan: Plan) -> float:
+        """Seconds of the switch from the running plan to ``plan``."""
+        if running.plan.stages == plan.stages:
+            return 0.0
+        old, new = self._of(running.plan), self._of(plan)
+        cluster, options = self.costs.cluster, self.costs.options
+        spare, out = np.array(running.spare), np.zeros(2)
+        function("mflex_planner_switch")(
+            len(self._parameters), old.offset.ctypes.data, old.devices.ctypes.data,
+            new.offset.ctypes.data, new.devices.ctypes.data, self._parameters.ctypes.data,
+            self._optimizer.ctypes.data, int(options.shard_optimizer), cluster.world_size,
+            cluster.devices_per_server, self._wires.ctypes.data, spare.ctypes.data,
+            out.ctypes.data,
+        )  # fmt: skip
+        drag = max(0.0, float(out[0]) - options.travel * running.seconds)
+        return drag + CHUNK_OVERHEAD * float(out[1])
 
 
 def restart_seconds(costs: ModelCosts) -> float:

@@ -28,7 +28,8 @@ def is_first_attempt() -> bool:
 def restarts_are_left() -> bool:
     """Whether torchrun starts the workers again if one of them fails."""
     done, most = (
-        int(os.environ.get(f"TORCHELASTIC_{name}", "0")) for name in ("RESTART_COUNT", "MAX_RESTARTS")
+        int(os.environ.get(f"TORCHELASTIC_{name}", "0"))
+        for name in ("RESTART_COUNT", "MAX_RESTARTS")
     )
     return done < most
 

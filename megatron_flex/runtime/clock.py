@@ -22,18 +22,23 @@ class Span:
 
 @dataclass(frozen=True)
 class Measured:
-    """One device's times in an iteration, in seconds.
+    """One device's times in an iteration, in seconds, and its memory, in bytes.
 
     Attributes:
         gap: from the last update (or norm) of the iteration before to the first operation of this
             one; 0 for a device without work in either.
         busy: computing (forward and backward, with waits for state that arrives late).
         elapsed: from the first instruction to the global norm.
+        memory: peak bytes in use on the device, from the updates of the iteration before to the
+            global norm of this one; 0 where nothing counts them.
+        predicted: what ``memory`` was predicted to be; 0 without a prediction.
     """
 
     gap: float
     busy: float
     elapsed: float
+    memory: float = 0.0
+    predicted: float = 0.0
 
 
 @dataclass

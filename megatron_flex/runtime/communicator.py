@@ -80,8 +80,7 @@ class Communicator:
         assert self._world.pipeline is not None
         with explain(op, self._world):
             self._sent.append((op, tensor, self._world.pipeline.send(tensor, op.peer)))
-        while self._sent and self._sent[0][2].is_completed():
-            self._sent.popleft()
+        self._forget()
 
     def receive(self, op: Transfer) -> torch.Tensor:
         """Wait for the message that ``op`` names."""
@@ -90,8 +89,14 @@ class Communicator:
             raise ValueError(f"'{op}' is due, but '{posted}' was posted first")
         with explain(op, self._world):
             work.wait(self._world.timeout)
+        self._forget()
         self._post()
         return buffer
+
+    def _forget(self) -> None:
+        """Let go of what has been sent."""
+        while self._sent and self._sent[0][2].is_completed():
+            self._sent.popleft()
 
     def finish(self) -> None:
         """End an iteration: wait until every message is delivered."""

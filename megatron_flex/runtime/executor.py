@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import astuple, dataclass, field
+from dataclasses import astuple, dataclass, field, fields, replace
 from functools import partial
 from typing import Any
 
@@ -19,6 +20,7 @@ from megatron_flex.runtime.arena import ArenaTransport
 from megatron_flex.runtime.clock import Clock, Measured
 from megatron_flex.runtime.communicator import Communicator, explain
 from megatron_flex.runtime.holdings import Holdings
+from megatron_flex.runtime.memory import Expected
 from megatron_flex.runtime.optimizer import OptimizerConfig, StepSize, clip_coefficient, update
 from megatron_flex.runtime.recompute import recomputed
 from megatron_flex.runtime.slab import Slab
@@ -26,6 +28,7 @@ from megatron_flex.runtime.states import StateTransfers
 from megatron_flex.runtime.world import World
 from megatron_flex.schedule.instructions import (
     Backward,
+    Compute,
     Drop,
     Forward,
     GlobalNorm,
@@ -55,6 +58,7 @@ class StepInputs:
         signals: what this worker wants all to know at the end of the iteration (time to stop, a
             failed save); they travel with the norms and cost nothing.
         count_zeros: count the zeros in the reduced gradient.
+        memory: what this device is expected to have in use, and may.
     """
 
     packed: Callable[[int, bool, bool], PackedBatch]
@@ -62,6 +66,7 @@ class StepInputs:
     step_size: StepSize | None = None
     signals: tuple[bool, ...] = ()
     count_zeros: bool = False
+    memory: Expected = Expected()
 
 
 @dataclass(frozen=True)
@@ -71,7 +76,7 @@ class StepResult:
     ``losses`` are means over the global batch (0.0 where a denominator is 0), ``skipped`` says
     that no update was made, ``finite`` is false if the gradient norm was NaN or infinite.
     ``signals`` are true where any worker's was. ``zeros`` is the number of zero gradients.
-    ``measured`` are the times of each device.
+    ``measured`` are times and memory of each device.
     """
 
     losses: tuple[float, ...]
@@ -107,6 +112,8 @@ class _Run:
 
     def __post_init__(self) -> None:
         self.recompute = frozenset(self.program.plan.o_plan.recompute if self.training else ())
+        #: Operations that each micro-batch still has on this device.
+        self.ahead: Counter[int] = Counter()
 
 
 class Executor:
@@ -128,6 +135,7 @@ class Executor:
         self._states = StateTransfers(world, arena)
         self.clock = Clock(world.device)
         self._slabs_of = [unit.slabs for unit in holdings.config.layers.units]
+        self._after_norm = (0.0, 0.0)  # peak bytes of the last updates, and as predicted
 
     def run(self, program: Program, inputs: StepInputs) -> StepResult:
         """Execute this device's list. Without a ``step_size`` it evaluates: no gradients."""
@@ -146,9 +154,11 @@ class Executor:
             torch.zeros(slabs, dtype=torch.float64, device=device),
             torch.zeros(1, dtype=torch.float64, device=device),
         )
+        run.ahead.update(i.micro_batch for i in instructions if isinstance(i, Compute))
         clock = self.clock
         clock.begin()
         self.holdings.train(training)
+        self._make_room(inputs.memory)
         self._states.prepare(program, self.holdings.state_bytes)
         self._communicator.expect(instructions)
         with torch.set_grad_enabled(training):
@@ -159,9 +169,17 @@ class Executor:
         self._communicator.finish()
         if run.result is None:
             raise ValueError("the program has no GlobalNorm")
-        if training and not run.result.skipped:
-            self.holdings.updates += 1
+        if training:
+            self._after_norm = (float(self.holdings.memory.peak), inputs.memory.updates)
+            self.holdings.updates += not run.result.skipped
         return run.result
+
+    def _make_room(self, expected: Expected) -> None:
+        """Give back what the pool keeps beyond the budget, and begin to measure."""
+        pool = self.holdings.pool
+        if expected.budget is not None:
+            pool.trim(max(0, int(expected.budget - max(expected.peak, expected.updates))))
+        self.holdings.memory.begin(pool.kept)
 
     def switch(self, instructions: Sequence[Instruction]) -> None:
         """Run the state messages and drops of a switch between iterations, and wait for them."""
@@ -220,6 +238,13 @@ class Executor:
             run.activations[op.stage, op.micro_batch] = output
         else:
             run.outgoing[op.stage, op.micro_batch] = output
+        self._passed(run, op)
+
+    def _passed(self, run: _Run, op: Compute) -> None:
+        """Let go of the micro-batch's tensors after its last operation here."""
+        run.ahead[op.micro_batch] -= 1
+        if not run.ahead[op.micro_batch]:
+            del run.batches[op.micro_batch]
 
     def _backward(self, run: _Run, op: Backward) -> None:
         source, edge = run.saved.pop((op.stage, op.micro_batch))
@@ -236,6 +261,7 @@ class Executor:
                 run.gradients[op.stage - 1, op.micro_batch] = source.grad
             else:
                 run.outgoing[op.stage, op.micro_batch] = source.grad
+        self._passed(run, op)
 
     def _loss_scale(self, run: _Run) -> torch.Tensor:
         """Each loss is scaled at its source, by the denominator of the whole global batch."""
@@ -309,14 +335,21 @@ class Executor:
         # The last signal is this class's own: whether hand-overs can go through host memory.
         signals = torch.tensor((*run.inputs.signals, self._states.unready), dtype=torch.float64)
         parts = [run.squares.cpu(), run.losses.flatten().cpu(), run.zeros.cpu(), signals]
-        times = torch.zeros(self.world.size, 3, dtype=torch.float64)
-        times[self.world.rank] = torch.tensor(astuple(self.clock.measured()))
-        parts.append(times.flatten())
+        before, foreseen = self._after_norm
+        mine = replace(
+            self.clock.measured(),
+            memory=max(before, float(self.holdings.memory.peak)),
+            predicted=max(foreseen, run.inputs.memory.peak),
+        )
+        self.holdings.memory.begin(self.holdings.pool.kept)
+        rows = torch.zeros(self.world.size, len(fields(mine)), dtype=torch.float64)
+        rows[self.world.rank] = torch.tensor(astuple(mine))
+        parts.append(rows.flatten())
         combined = torch.cat(parts)
         if self.world.control is not None:
             with explain("waiting for all workers at the global norm", self.world):
                 dist.all_reduce(combined, group=self.world.control)
-        squares, losses, zeros, signals, times = combined.split([p.numel() for p in parts])
+        squares, losses, zeros, signals, measured = combined.split([p.numel() for p in parts])
         sums = losses.view_as(run.losses).sum(0).tolist()
         self._states.agree(bool(signals[-1] > 0))
         norm = math.sqrt(squares.sum().item()) if run.training else 0.0
@@ -330,7 +363,7 @@ class Executor:
             finite=finite,
             signals=tuple((signals[:-1] > 0).tolist()),
             zeros=int(zeros.item()) if run.inputs.count_zeros else None,
-            measured=tuple(Measured(*row) for row in times.view(-1, 3).tolist()),
+            measured=tuple(Measured(*row) for row in measured.view_as(rows).tolist()),
         )
 
     def _update_or_skip(self, run: _Run, op: UpdateOrSkip) -> None:

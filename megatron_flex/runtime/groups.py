@@ -10,6 +10,7 @@ from the store, since ``torch.distributed.new_group`` stops all workers for each
 
 from __future__ import annotations
 
+import time
 from collections import Counter, OrderedDict
 from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -20,8 +21,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron_flex.runtime.liveness import Liveness
+
 Ranks = tuple[int, ...]
 Group = Any  # ProcessGroupGloo or ProcessGroupNCCL, whichever this torch was built with
+
+LOOK = 1.0
+"""Seconds of waiting for a group after which its members are looked after, again and again."""
 
 CAPACITY = 24
 """Groups kept. With gloo each takes 7 descriptors and 3 threads."""
@@ -35,6 +41,7 @@ class ReductionGroups:
         backend: ``gloo`` or ``nccl``.
         capacity: groups to keep, those of others included; more where an iteration and the one
             before it need more.
+        liveness: tells whether a worker that a new group waits for has ended.
     """
 
     def __init__(
@@ -44,12 +51,14 @@ class ReductionGroups:
         backend: str,
         timeout: timedelta,
         capacity: int = CAPACITY,
+        liveness: Liveness | None = None,
     ) -> None:
         self._rank = rank
         self._store = store
         self._backend = backend
         self._timeout = timeout
         self.capacity = capacity
+        self._liveness = liveness
         self._known: OrderedDict[Ranks, Future[Group] | None] = OrderedDict()
         self._made: Counter[Ranks] = Counter()
         self._previous: list[Ranks] = []
@@ -82,16 +91,25 @@ class ReductionGroups:
         future = self._known[ranks]
         if future is None:
             raise ValueError(f"worker {self._rank} does not belong to the group {ranks}")
-        seconds = self._timeout.total_seconds()
-        try:
-            group = future.result(seconds)
-        except FutureTimeoutError as error:
-            raise RuntimeError(
-                f"the process group {ranks} was not made within {seconds:.0f} s: is one of its"
-                " workers stuck?"
-            ) from error
-        work: dist.Work = group.allreduce([tensor])
+        work: dist.Work = self._made_now(ranks, future).allreduce([tensor])
         return work
+
+    def _made_now(self, ranks: Ranks, future: Future[Group]) -> Group:
+        """The group; ``RuntimeError`` if it does not come in time, or a member is gone."""
+        seconds = self._timeout.total_seconds()
+        deadline = time.monotonic() + seconds
+        while True:
+            left = deadline - time.monotonic()
+            try:
+                return future.result(max(0.0, min(left, LOOK)))
+            except FutureTimeoutError as error:
+                if left <= LOOK or future.done():
+                    raise RuntimeError(
+                        f"the process group {ranks} was not made within {seconds:.0f} s: is one of"
+                        " its workers stuck?"
+                    ) from error
+            if self._liveness is not None:
+                self._liveness.check(ranks)
 
     @property
     def size(self) -> int:

@@ -15,6 +15,7 @@ from megatron_flex.model.config import ModelConfig
 from megatron_flex.model.initialize import initialize
 from megatron_flex.model.megatron import DTYPES
 from megatron_flex.planner.plan import Plan
+from megatron_flex.runtime.memory import MemoryMeter
 from megatron_flex.runtime.slab import Slab, SlabLayout, SlabPool
 from megatron_flex.schedule.slabs import slab_holders
 
@@ -27,6 +28,7 @@ class Holdings:
         blocks: by unit; exactly the units of which this device holds all slabs.
         owned: slabs of which this device is the owner (the lowest holder): it saves them.
         updates: optimizer updates applied so far, the same on all devices.
+        memory: counts the bytes in use on the device; what the pool keeps is free for use.
     """
 
     def __init__(
@@ -51,6 +53,7 @@ class Holdings:
         self.blocks: dict[int, Block] = {}
         self.owned: tuple[int, ...] = ()
         self.updates = 0
+        self.memory = MemoryMeter(device)  # before there is anything to count
         self.pool = SlabPool(DTYPES[config.params_dtype], device, exact)
         self._shells: dict[int, tuple[Block, dict[str, torch.nn.Parameter]]] = {}
         self._layouts: dict[int, SlabLayout] = {}
@@ -67,6 +70,7 @@ class Holdings:
         """
         layout = self._layout(number)
         slab = Slab(number, layout, self.pool.take(layout.numel))
+        self.memory.set_aside(self.pool.kept)
         self.slabs[number] = slab
         for unit in self._units(number):
             slabs = self.config.layers.units[unit].slabs
@@ -82,6 +86,7 @@ class Holdings:
                 for name, parameter in self._shells[unit][1].items():
                     block.bind(name, parameter)
         self.pool.give(self.slabs.pop(number).buffers)
+        self.memory.set_aside(self.pool.kept)
 
     def adopt(self, plan: Plan) -> None:
         """Take over ownership under ``plan``; the slabs must be those that it gives this device."""

@@ -8,6 +8,7 @@ allocator does not count: NumPy's arrays, memory maps, host arenas.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import cache
 
 import torch
@@ -35,6 +36,21 @@ def counts_cpu_memory() -> bool:
 
 def _cpu_bytes() -> int:
     return int(native.function("mflex_memory_current")())
+
+
+@dataclass(frozen=True)
+class Expected:
+    """Bytes that one device is predicted to have in use at most in an iteration.
+
+    Attributes:
+        peak: up to the global norm; 0: nothing is predicted.
+        updates: after it.
+        budget: bytes that it may use; ``None``: what there is.
+    """
+
+    peak: float = 0.0
+    updates: float = 0.0
+    budget: float | None = None
 
 
 class MemoryMeter:

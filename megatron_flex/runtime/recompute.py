@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 
 from megatron_flex.data.packed import PackedBatch
 from megatron_flex.model.block import Block
@@ -27,7 +28,7 @@ class _Recomputed(torch.autograd.Function):
         (hidden,) = ctx.saved_tensors
         hidden = hidden.detach().requires_grad_()
         with torch.enable_grad():
-            output = ctx.block(hidden, ctx.batch)
+            output = get_gradient_edge(ctx.block(hidden, ctx.batch))
         # The gradients of the weights are accumulated where they always are.
         torch.autograd.backward(output, grad)
         return hidden.grad, None, None

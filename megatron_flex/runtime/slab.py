@@ -218,7 +218,7 @@ class SlabPool:
         if free:
             self.kept -= size
             return free.pop()
-        self._trim()
+        self.trim(self.most - self.used)
         return Buffers.allocate(numel, self._dtype, self._device, self._exact)
 
     def give(self, buffers: Buffers) -> None:
@@ -228,13 +228,13 @@ class SlabPool:
         self.used -= size
         self.kept += size
         self._free.setdefault(numel, []).append(buffers)
-        self._trim()
+        self.trim(self.most - self.used)
 
-    def _trim(self) -> None:
-        """Free kept memory, largest first, until the total is the most that was ever in use."""
+    def trim(self, limit: int) -> None:
+        """Free kept memory, largest first, until at most ``limit`` bytes are kept."""
         for numel in sorted(self._free, reverse=True):
             free = self._free[numel]
-            while free and self.used + self.kept > self.most:
+            while free and self.kept > limit:
                 free.pop()
                 self.kept -= Buffers.nbytes(numel, self._dtype, self._exact)
 

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_flex.runtime.groups import ReductionGroups
+from megatron_flex.runtime.liveness import Liveness
 
 
 @dataclass(frozen=True)
@@ -68,15 +69,13 @@ class World:
         if not dist.is_initialized() or dist.get_world_size() == 1:
             return cls(0, 1, device, timeout)
         rank = dist.get_rank()
+        pipeline, state = Channel.create(timeout), Channel.create(timeout)
+        control = dist.new_group(timeout=timeout, backend="gloo")
+        reductions = ReductionGroups(
+            rank, _default_store(), dist.get_backend(), timeout, liveness=Liveness(rank, control)
+        )
         return cls(
-            rank,
-            dist.get_world_size(),
-            device,
-            timeout,
-            Channel.create(timeout),
-            Channel.create(timeout),
-            dist.new_group(timeout=timeout, backend="gloo"),
-            ReductionGroups(rank, _default_store(), dist.get_backend(), timeout),
+            rank, dist.get_world_size(), device, timeout, pipeline, state, control, reductions
         )
 
     def broadcast(self, value: object) -> object:

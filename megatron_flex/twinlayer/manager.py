@@ -64,7 +64,7 @@ def start(socket: Path, job: str, shape: Shape, patience: float = PATIENCE) -> b
         "--patience": int(patience * 1000),
     }
     command = [str(PROGRAM), *(str(word) for pair in words.items() for word in pair)]
-    limit = 60.0 + shape.bytes / _ZEROING
+    limit = min(60.0 + shape.bytes / _ZEROING, 3600.0)
     try:
         done = subprocess.run(
             command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, timeout=limit, check=False

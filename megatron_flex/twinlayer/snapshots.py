@@ -70,9 +70,7 @@ class Snapshots:
             self._entries[slab] = self._arena.entry(offset)
             self._entries[slab].touch()
 
-    def _save(
-        self, version: int, slab: int, state: Tensor, after: torch.cuda.Event | None
-    ) -> None:
+    def _save(self, version: int, slab: int, state: Tensor, after: torch.cuda.Event | None) -> None:
         if self._failure is not None:
             raise self._failure
         if self.lost:

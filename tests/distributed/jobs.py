@@ -16,6 +16,7 @@ from megatron_flex.data.microbatch import MicroBatch
 from megatron_flex.data.microbatches import CostCoefficients, cut_by_tokens
 from megatron_flex.data.packed import PackedBatch
 from megatron_flex.model.config import ModelConfig
+from megatron_flex.planner.footprint import Footprint
 from megatron_flex.planner.plan import Plan
 from megatron_flex.programs import build_program
 from megatron_flex.runtime.arena import ArenaTransport
@@ -27,6 +28,7 @@ from megatron_flex.runtime.executor import (
     reduction_groups,
 )
 from megatron_flex.runtime.holdings import Holdings
+from megatron_flex.runtime.memory import Expected
 from megatron_flex.runtime.optimizer import OptimizerConfig, StepSize
 from megatron_flex.runtime.slab import Slab
 from megatron_flex.runtime.world import World
@@ -161,6 +163,7 @@ def train(
     holdings = Holdings(config, listed[0], world.rank, world.device, exact=exact)
     optimizer = OptimizerConfig(adam_eps=ADAM_EPS, clip_grad=CLIP_GRAD)
     executor = Executor(world, holdings, optimizer, None if arena is None else arena(world))
+    footprint = Footprint(config, exact=exact)
     results = []
     broken = False
     honest = dict(HANDLERS)
@@ -193,6 +196,7 @@ def train(
             partial(_read, config, parts, masked),
             batch.denominators,
             StepSize(learning_rate=1e-3, weight_decay=0.1),
+            memory=Expected(*footprint.device(program, world.rank)),
         )
         results.append(executor.run(program, inputs))
         HANDLERS.update(honest)

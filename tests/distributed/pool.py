@@ -216,6 +216,8 @@ def _serve(connection: Connection, log: str) -> None:
     faulthandler.register(signal.SIGUSR1, file=2, all_threads=True)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     torch.set_num_threads(1)
+    # What was imported before stays for good: collecting after a job need not look through it.
+    gc.freeze()
     while True:
         try:
             job = connection.recv()
@@ -258,6 +260,8 @@ def _run_job(
             world_size=world_size,
             timeout=timedelta(seconds=timeout),
         )
+        # A rank that were done already would cut off one that is still connecting.
+        dist.barrier()
         return _Answer(time.monotonic(), function(*arguments, **keywords))
     except BaseException as error:
         return _Answer(time.monotonic(), None, type(error).__name__, traceback.format_exc())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import random
 import signal
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -15,7 +14,7 @@ from megatron_flex.model.config import ModelConfig
 from megatron_flex.runtime.executor import Executor
 from tests.distributed import jobs
 from tests.distributed.host_memory import HostMemory
-from tests.distributed.pool import WorkerError, WorkerPool
+from tests.distributed.pool import WorkerPool
 from tests.distributed.test_exactness import TIED, UNTIED
 from tests.distributed.test_switching import random_plans
 
@@ -48,7 +47,11 @@ def train(
 
 
 def both(
-    workers: WorkerPool, size: int, config: ModelConfig, plans: Sequence[str], iterations: int,
+    workers: WorkerPool,
+    size: int,
+    config: ModelConfig,
+    plans: Sequence[str],
+    iterations: int,
     **more: Any,
 ) -> list[dict[str, Any]]:
     """Train with messages and through memory, assert the same bits; what each manager says."""
@@ -103,28 +106,3 @@ def test_a_killed_manager_changes_nothing_but_the_way(workers: WorkerPool) -> No
     plans = [*GROW_SHRINK, *GROW_SHRINK]
     statuses = both(workers, 2, TIED, plans, 8, way="late", kill_manager_after=2)
     assert statuses == [{}, {}]
-
-
-def dying_writer(plans: Sequence[str]) -> None:
-    """Worker 0 dies when it is to hand over; its reader must learn of it from the manager."""
-    random.seed()
-    with HostMemory(ROOM) as memory:
-
-        def connect(world: Any) -> Any:
-            arena = memory.connect(world)
-            if world.rank == 0:
-                arena._hand_overs.write = lambda *_: os._exit(3)
-            return arena
-
-        jobs.train(TIED, plans, 4, way="late", arena=connect)
-
-
-def test_a_reader_learns_at_once_that_the_writer_has_ended() -> None:
-    pool = WorkerPool()  # of its own: its workers are not fit for use afterwards
-    try:
-        with pytest.raises(WorkerError) as caught:
-            pool.run(2, dying_writer, ["0:8@0", "0:4@0 | 4:8@1"])
-    finally:
-        pool.close()
-    words = str(caught.value)
-    assert "exit code 3" in words or "ended before it had handed over slab" in words

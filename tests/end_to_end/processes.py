@@ -52,6 +52,7 @@ class Job:
         environment: Mapping[str, str] | None = None,
         delays: Sequence[float] = (),
         before: Callable[[int], None] | None = None,
+        directory: Path = ROOT,
     ) -> Job:
         """Start ``size`` workers.
 
@@ -61,6 +62,7 @@ class Job:
             environment: further variables.
             delays: worker ``i`` begins ``delays[i]`` seconds late.
             before: called with the rank before the script runs, to break something.
+            directory: where the workers run.
         """
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(PRELOAD)  # the pool's server, if it runs already
@@ -75,7 +77,7 @@ class Job:
             place["TORCHELASTIC_ERROR_FILE"] = str(self.error_file(rank))
             late = delays[rank] if rank < len(delays) else 0.0
             values = place | meeting | dict(environment or {})
-            arguments = (script, list(argv), values, str(self.log(rank)), late, before)
+            arguments = (script, list(argv), values, str(self.log(rank)), late, before, str(directory))
             process = context.Process(target=_worker, args=arguments, daemon=True)
             process.start()
             self.processes.append(process)
@@ -148,6 +150,7 @@ def _worker(
     log: str,
     late: float,
     before: Callable[[int], None] | None,
+    directory: str,
 ) -> None:
     """A worker's life: what ``python script argv`` would do."""
     import ctypes
@@ -165,6 +168,7 @@ def _worker(
         warnings.simplefilter("ignore", category)  # as Python itself
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     os.environ.update(environment)
+    os.chdir(directory)
     time.sleep(late)
     if before is not None:
         before(int(environment["RANK"]))

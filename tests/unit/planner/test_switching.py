@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from megatron_flex.planner.plan import Plan
 from megatron_flex.planner.switching import (
+    LiveSwitches,
     Running,
     Way,
     arrivals,
@@ -52,6 +53,7 @@ def test_every_new_holder_receives_each_slab_once_from_an_old_holder(
         assert not nearer or COSTS.cluster.server_of(move.source) == same
     assert all(size <= spare for size in priced.early_bytes)
     assert priced.seconds >= 0.0
+    assert LiveSwitches(COSTS).seconds(running(old, spare), new) == pytest.approx(priced.seconds)
 
 
 def test_growing_drops_and_moves_nothing() -> None:
@@ -118,4 +120,8 @@ def test_sharded_state_is_cut_anew_when_a_degree_changes() -> None:
     assert switch(COSTS, running(old), new).moves == ()
     recut = switch(costs, running(old), new)
     assert {m.device for m in recut.moves} == {0, 1}
+    for seconds in (0.0, 1.0):
+        before = running(old, spare=3e8, seconds=seconds)
+        fast = LiveSwitches(costs).seconds(before, new)
+        assert fast == pytest.approx(switch(costs, before, new).seconds)
     assert recut.moved < switch(COSTS, running(old), Plan.parse("0:14@0-5")).moved

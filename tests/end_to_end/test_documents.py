@@ -1,0 +1,142 @@
+"""Every command in README.md and docs/ works as printed; the expensive ones at a small size."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.end_to_end.processes import ROOT, Job
+
+DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+# Appended to the README's training commands: argparse takes the last of a flag.
+SMALL = shlex.split(
+    "--num-layers 2 --hidden-size 32 --ffn-hidden-size 64 --train-iters 4 --lr-warmup-iters 1"
+    " --global-batch-size 4 --micro-batch-tokens 512 --seq-length 128 --max-position-embeddings 128"
+    " --save-interval 2 --eval-interval 2 --eval-iters 1 --log-interval 1 --exit-signal-handler"
+)
+
+
+def commands(document: Path) -> list[str]:
+    """The commands of a document's bash blocks, each on one line."""
+    blocks = re.findall(r"^```bash\n(.*?)^```", document.read_text(), re.M | re.S)
+    text = "\n".join(blocks).replace("\\\n", " ")
+    return [" ".join(line.split()) for line in text.splitlines() if line.strip()]
+
+
+ALL = [(document, command) for document in DOCUMENTS for command in commands(document)]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A directory that looks like the repository, with a JSONL file of the user's own."""
+    directory = tmp_path_factory.mktemp("place")
+    for entry in ROOT.iterdir():
+        if entry.name in ("runs", ".git", "build") or entry.name.startswith("."):
+            continue
+        (directory / entry.name).symlink_to(entry)
+    sources = sorted((ROOT / "megatron_flex").rglob("*.py")) * 2
+    with (directory / "my.jsonl").open("w") as stream:
+        for source in sources:
+            stream.write(json.dumps({"text": source.read_text()[:20000]}) + "\n")
+    yield directory
+    shutil.rmtree(directory)
+
+
+def run(words: list[str], place: Path) -> str:
+    done = subprocess.run(words, cwd=place, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, f"{shlex.join(words)}\n{done.stdout}{done.stderr}"
+    return done.stdout
+
+
+def torchrun(words: list[str], place: Path, number: int) -> str:
+    """What ``torchrun`` would start, from workers that have imported everything already."""
+    assert words[0] == "--standalone", "a port of its own"
+    assert words[1] == "--nproc-per-node"
+    size, script, argv = int(words[2]), words[3], words[4:]
+    if "--skip-train" not in argv:
+        argv = [*argv, *SMALL]
+    with Job(place / f"job{number}").start(script, argv, size=size, directory=place) as job:
+        assert job.wait(120) == [0] * size, job.output
+        return job.text(size - 1)
+
+
+def test_the_documents_have_commands() -> None:
+    found = [command for _, command in ALL]
+    assert found[:2] == ["make demo", "make test"]
+    assert sum(command.startswith("torchrun") for command in found) >= 2
+
+
+def test_every_command_works_as_printed(place: Path) -> None:
+    # In order: later commands use what earlier ones wrote, as for a reader.
+    for number, (document, command) in enumerate(ALL):
+        words = shlex.split(command)
+        if words[0] == "make":
+            # The demo and the suite themselves have tests, or are running: the target must exist.
+            run(["make", "-n", *words[1:]], ROOT)
+        elif words[0] == "python":
+            if words[1].startswith("benchmarks/"):
+                words = [*words[:2], "--help"]
+            run([sys.executable, *words[1:]], place)
+        elif words[0] == "torchrun":
+            text = torchrun(words[1:], place, number)
+            if "--skip-train" in words:
+                assert "validation loss at iteration 4 on validation set" in text
+            else:
+                assert "successfully saved checkpoint from iteration       4" in text
+        else:
+            assert command == "source .venv/bin/activate", (
+                f"{document.name}: the test does not know how to try '{command}'"
+            )
+
+
+def test_the_same_training_command_again_resumes(place: Path) -> None:
+    command = next(c for d, c in ALL if d.name == "README.md" and "--save " in c)
+    assert (place / "runs" / "mine" / "checkpoints").is_dir(), "written by the test above"
+    text = torchrun(shlex.split(command)[1:], place, len(ALL))
+    assert "iteration 4 of runs/mine/checkpoints: starting at iteration 4" in text
+
+
+def test_the_plan_in_the_readme_fits_its_command(place: Path) -> None:
+    text = (ROOT / "README.md").read_text()
+    plan = re.search(r'^--flexpipe-plan "(.*)"$', text, re.M)
+    assert plan is not None
+    from megatron_flex.arguments import parse
+
+    command = next(c for d, c in ALL if d.name == "README.md" and "--save " in c)
+    words = shlex.split(command.replace("--pipeline-model-parallel-size 2", ""))
+    config = parse([*words[5:], "--flexpipe-plan", plan[1]], world_size=4)
+    assert config.flexpipe.flexpipe_plan == plan[1]
+
+
+def test_files_that_the_documents_name_exist() -> None:
+    for document in DOCUMENTS:
+        text = document.read_text()
+        for target in re.findall(r"\]\(([^)#]+)\)", text):
+            if "://" not in target:
+                assert (document.parent / target).exists(), f"{document.name}: {target}"
+        for name in re.findall(r"`((?:tests|examples|tools|benchmarks|docs)/[\w/.]+)`", text):
+            assert (ROOT / name).exists(), f"{document.name}: {name}"
+        for name in re.findall(r"`((?:data|planner|schedule|runtime|loop|model)/\w*\.?\w*)`", text):
+            assert (ROOT / "megatron_flex" / name).exists(), f"{document.name}: {name}"
+
+
+def test_the_documents_name_no_flag_that_is_not_there() -> None:
+    from megatron_flex.config.config import all_options
+
+    known = {flag for option in all_options() for flag in option.flags}
+    others = {"--help", "--split-sentences", "--standalone", "--nproc-per-node"}
+    for document in DOCUMENTS:
+        if document.name == "flags.md":
+            continue  # generated from the parser, and checked against it
+        prose = re.sub(r"^```.*?^```", "", document.read_text(), flags=re.M | re.S)
+        for flag in re.findall(r"`(--[a-z][\w-]*)", prose):
+            assert flag in known | others, f"{document.name}: {flag}"
