@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Pre-train a BERT. Flags are Megatron-LM's; docs/flags.md lists them all.
 
-    torchrun --standalone --nproc-per-node 4 pretrain_bert.py --pipeline-model-parallel-size 4 ...
+torchrun --standalone --nproc-per-node 4 pretrain_bert.py --pipeline-model-parallel-size 4 ...
 """
 
 from __future__ import annotations

@@ -92,6 +92,7 @@ class ByHand:
             hidden = None
             for block in self.blocks:
                 hidden = block(hidden, micro_batch)
+            assert hidden is not None
             loss = hidden.sum() / batch.denominators[0]
             loss.backward()
             total += loss.item()
@@ -223,8 +224,15 @@ def ratio(ours: Sequence[Seconds], theirs: Sequence[Seconds], which: int) -> flo
 def _on(packed: PackedBatch, device: torch.device) -> PackedBatch:
     if device.type == "cpu":
         return packed
-    moved = {n: getattr(packed, n) for n in ("tokens", "labels", "loss_mask")}
-    return replace(packed, **{n: None if t is None else t.to(device) for n, t in moved.items()})
+    assert packed.tokens is not None
+    assert packed.labels is not None
+    assert packed.loss_mask is not None
+    return replace(
+        packed,
+        tokens=packed.tokens.to(device),
+        labels=packed.labels.to(device),
+        loss_mask=packed.loss_mask.to(device),
+    )
 
 
 def main() -> None:

@@ -5,8 +5,8 @@
 Each row is planned with the paper's totals (M_peak as a line in the maximum length, 80 GB
 devices), its time model (eq. 1), whole layers, and 16 micro-batches of the row's maximum length. A
 row with an O_plan can only have come from a layout with that many stages, so it is the current
-plan; a row without one is planned from the start, and from the layout of the row before it. "flat" takes all
-links as fast as those within a server, which the paper's cost does not distinguish either.
+plan; a row without one is planned from the start, and from the layout of the row before it. "flat"
+takes all links as fast as those within a server, which the paper's cost does not distinguish.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """How well the planner's closed-form time agrees with the simulated schedule.
 
-    python benchmarks/time_model.py [--instances 6000] [--json FILE]
+    python benchmarks/time_model.py [--instances 8000] [--json FILE]
 
 Random models, devices, micro-batches and plans, some boundaries moved at random, without
 communication: straight with equal degrees, and with the degrees that the exact search finds; in a V;
@@ -209,7 +209,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )  # fmt: skip
-    parser.add_argument("--instances", type=int, default=6000, help="random instances")
+    parser.add_argument("--instances", type=int, default=8000, help="random instances")
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
     args = parser.parse_args()
     rows = summary(run(args.instances))

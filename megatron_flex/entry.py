@@ -36,7 +36,7 @@ def pretrain_main(architecture: Architecture) -> NoReturn:
 
 
 def _saved_values(config: Config) -> Mapping[str, Any]:
-    """The options that the checkpoint of ``--load`` was written with (``--use-checkpoint-args``)."""
+    """The options that the checkpoint was written with, for ``--use-checkpoint-args``."""
     from megatron_flex.checkpoint.errors import CheckpointError
     from megatron_flex.loop.checkpointing import saved_arguments
 

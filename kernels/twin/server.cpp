@@ -85,11 +85,14 @@ void Server::serve(const std::atomic<bool>& stop) {
 
 // Milliseconds until nobody has needed this manager for too long; a large number while one does.
 int Server::patience(int64_t now) {
+  constexpr int64_t kLong = 1 << 30;
   for (const auto& client : clients_) {
-    if (client->member) alone_since_ = now;
+    if (!client->member) continue;
+    alone_since_ = now;
+    return kLong;
   }
   const int64_t left = alone_since_ + static_cast<int64_t>(linger_ms_) - now;
-  return static_cast<int>(std::clamp<int64_t>(left, 0, 1 << 30));
+  return static_cast<int>(std::clamp<int64_t>(left, 0, kLong));
 }
 
 void Server::accept_all() {

@@ -82,3 +82,9 @@ class FlexpipeOptions:
     flexpipe_trace: str | None = option(None, own=True)
     """File for a trace of every instruction of every worker, in the Chrome trace format (Perfetto,
     chrome://tracing)."""
+
+    @property
+    def memory_budget(self) -> int | None:
+        """``flexpipe_memory_budget_gb`` in bytes."""
+        gigabytes = self.flexpipe_memory_budget_gb
+        return None if gigabytes is None else round(gigabytes * 1e9)

@@ -367,6 +367,12 @@ def _switching(config: Config) -> Problems:
     yield from _without(config, "--flexpipe-twin-snapshot", keeps, ("flexpipe_twin_timeout",))
     if keeps and not f.flexpipe_twin:
         yield "--flexpipe-twin-snapshot keeps what --flexpipe-no-twin forbids: remove one of them"
+    c = config.checkpoint
+    if keeps and c.save is not None and (c.load is None or Path(c.load) != Path(c.save)):
+        yield (
+            "--flexpipe-twin-snapshot goes on from the disk where host memory is lost too: give"
+            " --load the directory of --save (and begin with another by --pretrained-checkpoint)"
+        )
     if keeps and config.evaluation.skip_train:
         yield "--flexpipe-twin-snapshot has no effect with --skip-train: remove one of them"
     if f.flexpipe_switch == "restart" and not config.checkpoint.save:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 from megatron_flex.config.config import Config
 from megatron_flex.data.batches import BatchSource
@@ -12,9 +13,11 @@ from megatron_flex.data.microbatches import CostCoefficients, cut_by_count, cut_
 from megatron_flex.loop.reader import Reader
 from megatron_flex.model.config import ModelConfig
 from megatron_flex.planner.flops import model_work, total_work
+from megatron_flex.planner.footprint import Footprint
 from megatron_flex.planner.plan import Plan
 from megatron_flex.programs import build_program
 from megatron_flex.runtime.executor import Executor, StepInputs, StepResult, reduction_groups
+from megatron_flex.runtime.memory import Expected
 from megatron_flex.runtime.optimizer import StepSize
 from megatron_flex.schedule.emit import switch_only
 from megatron_flex.schedule.instructions import Program
@@ -62,6 +65,10 @@ class Iterations:
         self.last: tuple[Program, tuple[MicroBatch, ...]] | None = None
         self._reader = Reader(self.config.data.num_workers)
         self._validated: set[tuple[Plan, Plan | None, int, bool]] = set()
+        f = self.config.flexpipe
+        model = self.executor.holdings.config
+        self._footprint = Footprint(model, exact=f.flexpipe_bitwise)
+        self._budget = f.memory_budget
 
     def train(
         self,
@@ -112,7 +119,9 @@ class Iterations:
         world, model = self.executor.world, self.executor.holdings.config
         micro_batches = cut(self.config, batch, self.coefficients)
         evaluate = inputs.step_size is None
-        program = build_program(
+        live = self.config.flexpipe.flexpipe_switch == "live"
+        build = partial(
+            build_program,
             model,
             self.plan,
             micro_batches,
@@ -120,8 +129,13 @@ class Iterations:
             policy=self.config.flexpipe.flexpipe_schedule,
             forward_only=evaluate,
             switch=change,
-            moved=None if self.config.flexpipe.flexpipe_switch == "live" else (),
         )
+        program = build(moved=None if live else ())
+        if program.held is not None and not self._fits(program):
+            program = build(moved=())  # live migration takes memory on both sides
+        if not evaluate:
+            expected = Expected(*self._footprint.device(program, world.rank), self._budget)
+            inputs = replace(inputs, memory=expected)
         key = (program.plan, program.next_plan, len(micro_batches), evaluate)
         if key not in self._validated:
             validate(program, model.layers, forward_only=evaluate)
@@ -133,6 +147,9 @@ class Iterations:
         self.last = (program, micro_batches)
         self._reader.start(source, micro_batches, program, world.rank)
         return self.executor.run(program, inputs)
+
+    def _fits(self, program: Program) -> bool:
+        return self._budget is None or max(self._footprint.peaks(program)) <= self._budget
 
     def _stall(self, change: Transition) -> None:
         """Everybody stops, state moves, everybody goes on."""

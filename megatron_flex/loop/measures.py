@@ -1,4 +1,4 @@
-"""What the devices' own times say about an iteration: bubble, and the stall of a switch."""
+"""What the devices' own figures say of an iteration: bubble, memory, and the stall of a switch."""
 
 from __future__ import annotations
 
@@ -18,6 +18,46 @@ def bubble(measured: Sequence[Measured]) -> float:
         return 0.0
     elapsed = max(m.elapsed for m in working)
     return max(0.0, 1.0 - sum(m.busy for m in working) / (len(working) * elapsed))
+
+
+class MemoryMeasure:
+    """Peak memory of the fullest device against its prediction and the budget.
+
+    Attributes:
+        over: iterations so far in which a device used more than the budget.
+    """
+
+    def __init__(self, budget: float | None) -> None:
+        self._budget = budget
+        self.over = 0
+
+    def add(self, measured: Sequence[Measured]) -> dict[str, float]:
+        """Numbers of an iteration, in bytes; nothing where memory is not counted.
+
+        ``memory-over-budget`` counts its devices that used more than the budget.
+        """
+        counted = [m for m in measured if m.memory > 0.0]
+        if not counted:
+            return {}
+        found = {
+            "memory-measured": max(m.memory for m in counted),
+            "memory-predicted": max(m.predicted for m in counted),
+        }
+        if self._budget is not None:
+            over = sum(m.memory > self._budget for m in counted)
+            found["memory-over-budget"] = float(over)
+            self.over += over > 0
+        return found
+
+
+def memory_ratio(measured: Sequence[Measured]) -> float:
+    """The largest ratio of measured to predicted memory of a device; 0 where there is none.
+
+    Only devices that use at least half of what the fullest does: the others are far from a limit.
+    """
+    most = max((m.memory for m in measured), default=0.0)
+    full = (m for m in measured if m.predicted > 0.0 and 2.0 * m.memory >= most)
+    return max((m.memory / m.predicted for m in full), default=0.0)
 
 
 class StallMeter:

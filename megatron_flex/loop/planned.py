@@ -43,13 +43,14 @@ def planner_setup(config: Config, parts: Parts, world_size: int) -> Setup:
     cluster = load(f.flexpipe_cluster or f"cpux{min(4, world_size)}")
     per_server = int(os.environ.get("LOCAL_WORLD_SIZE", str(world_size)))
     cluster = _sized(cluster, world_size, per_server)
-    gigabytes = f.flexpipe_memory_budget_gb
     options = PlannerOptions(
         planner=f.flexpipe_planner,
         unit=f.flexpipe_unit,
         schedule=f.flexpipe_schedule,
         lookahead=f.flexpipe_lookahead,
-        budget=None if gigabytes is None else round(gigabytes * 1e9),
+        budget=f.memory_budget,
+        exact_memory=True,
+        bitwise=f.flexpipe_bitwise,
         offload_optimizer=False,
         offload_activations=False,
     )
@@ -87,6 +88,7 @@ class PlannedPlans:
         self._choice = Choice(parts.plan, reason="static")
         self._predicted: dict[int, float] = {}
         self._measured: list[tuple[float, float]] = []
+        self._memory: list[float] = []
         self._missed = 0
         self._process: PlannerProcess | None = None
         self._setup: Setup | None = None
@@ -112,11 +114,13 @@ class PlannedPlans:
             self._ask(iteration + 1)
         return self._choice
 
-    def measured(self, iteration: int, seconds: float) -> None:
+    def measured(self, iteration: int, seconds: float, memory: float) -> None:
         """Correct the planner's predictions."""
         predicted = self._predicted.pop(iteration, None)
         if predicted is not None:
             self._measured.append((predicted, seconds))
+        if memory > 0.0:
+            self._memory.append(memory)
 
     def close(self) -> None:
         """End the planner's process."""
@@ -198,8 +202,10 @@ class PlannedPlans:
             str(self._choice.plan) if running else None,
             self._lengths(iteration - 1) if running else (),
             tuple(self._measured),
+            tuple(self._memory),
         )
         self._measured.clear()
+        self._memory.clear()
         try:
             self._process.ask(question)
         except PlannerGoneError as error:

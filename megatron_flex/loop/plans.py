@@ -43,8 +43,11 @@ class Plans(Protocol):
         Asked for the first iteration of a run, then in order for each that follows; collective.
         """
 
-    def measured(self, iteration: int, seconds: float) -> None:
-        """What an iteration took, to correct predictions with."""
+    def measured(self, iteration: int, seconds: float, memory: float) -> None:
+        """What an iteration took, to correct predictions with.
+
+        ``memory``: the largest ratio of measured to predicted bytes of a device; 0 if unknown.
+        """
 
     def close(self) -> None:
         """End what works in the background."""
@@ -61,8 +64,8 @@ class StaticPlan:
         """The plan."""
         return Choice(self.plan)
 
-    def measured(self, iteration: int, seconds: float) -> None:
-        """Nothing is predicted."""
+    def measured(self, iteration: int, seconds: float, memory: float) -> None:
+        """Nobody plans."""
 
     def close(self) -> None:
         """Nothing to end."""
@@ -80,8 +83,8 @@ class ScriptedPlans:
         plan = self.plans[min(iteration, len(self.plans) - 1)]
         return Choice(plan, reason="scripted")
 
-    def measured(self, iteration: int, seconds: float) -> None:
-        """Nothing is predicted."""
+    def measured(self, iteration: int, seconds: float, memory: float) -> None:
+        """Nobody plans."""
 
     def close(self) -> None:
         """Nothing to end."""

@@ -6,7 +6,7 @@ from dataclasses import asdict
 from typing import Any
 
 from megatron_flex.loop.iteration import Iterations
-from megatron_flex.programs import op_costs
+from megatron_flex.planner.ordering import op_costs
 from megatron_flex.runtime.world import World
 from megatron_flex.telemetry.trace import TraceWriter, join
 

@@ -155,7 +155,7 @@ class ModelCosts:
         """The tied word embedding."""
         state = self.tied_state
         return Tied(
-            state=float(state.parameters + state.gradients),
+            state=self._without_optimizer(state),
             optimizer=float(state.optimizer),
             update=self.profile.tied_update,
             reduce=float(state.gradients),
@@ -166,11 +166,21 @@ class ModelCosts:
         ends[[0, -1]] = extra  # one element that is both counts the slab once
         return values + ends
 
+    def _without_optimizer(self, state: StateBytes) -> float:
+        """Bytes of parameters and gradients, with their exact sums where there are any."""
+        sums = 2 * state.gradients if self.options.bitwise else 0
+        return float(state.parameters + state.gradients + sums)
+
     @cached_property
     def own_state(self) -> Array:
-        """Bytes of parameters and gradients, without the tied word embedding."""
-        own = {k: float(s.parameters + s.gradients) for k, s in self.unit_state.items()}
-        return self._sum(own)
+        """Bytes of parameters and gradients, without the tied word embedding.
+
+        With them what a pass needs whatever its tokens.
+        """
+        memory = unit_memory(self.config)
+        return self._sum(
+            {k: self._without_optimizer(s) + memory[k].fixed for k, s in self.unit_state.items()}
+        )
 
     @cached_property
     def own_optimizer(self) -> Array:

@@ -142,21 +142,37 @@ class Finder:
             if cut is not None:
                 yield plan_of(tables, cut.groups), origin
 
-    def infeasible(self) -> Infeasible:
-        """Why nothing fits, with the least shortfall over the ways of cutting the batch."""
-        best: tuple[int, float] | None = None
+    def infeasible(self, best: Price | None = None) -> Infeasible:
+        """Why nothing fits.
+
+        ``best``: the plan that lacks least, looked at by its program; without it, the least
+        shortfall of the bound over the ways of cutting the batch.
+        """
+        allowed = "with recompute and offload" if self.units.options.memory_optimisation else ""
+        advice = (
+            "; raise --flexpipe-memory-budget-gb, lower --micro-batch-tokens, limit samples with"
+            " --max-sample-length and --overlong, or use more devices"
+        )
+        if best is not None:
+            size = max(best.device_bytes)
+            tokens = max(float(pricer.batch.tokens.max()) for pricer in self.pricers)
+            return Infeasible(
+                f"no plan fits: with a largest micro-batch of {tokens:.0f} tokens, device"
+                f" {best.device_bytes.index(size)} needs {size:.0f} bytes {allowed}".rstrip()
+                + f" in the best of them ({best.plan}), {best.shortfall:.0f} more than what of its"
+                f" {self.units.budget:.0f} may be used{advice}",
+                math.ceil(best.shortfall),
+            )
+        found: tuple[int, float] | None = None
         for pricer in self.pricers:
             short = SearchProblem(self.elements.tables(pricer.batch)).shortfall()
-            if best is None or short < best[0]:
-                best = (short, float(pricer.batch.tokens.max()))
-        assert best is not None
-        short, tokens = best
-        allowed = "with recompute and offload" if self.units.options.memory_optimisation else ""
+            if found is None or short < found[0]:
+                found = (short, float(pricer.batch.tokens.max()))
+        assert found is not None
+        short, tokens = found
         return Infeasible(
             f"no plan fits: with a largest micro-batch of {tokens:.0f} tokens every one of"
             f" {len(self.units.devices)} devices lacks {short} bytes ({short / 1e9:.3f} GB) of"
-            f" {self.units.budget:.0f} {allowed}".rstrip()
-            + "; raise --flexpipe-memory-budget-gb, lower --micro-batch-tokens, limit samples with"
-            " --max-sample-length and --overlong, or use more devices",
+            f" {self.units.budget:.0f} {allowed}".rstrip() + advice,
             short,
         )

@@ -165,6 +165,7 @@ class Hbsa:
         """Steps 2 and 3, then the check of every device."""
         most = min(len(self.units.devices), self.units.config.num_layers)
         last: Candidate | None = None
+        nearest: Candidate | None = None
         for n in range(wanted, most + 1):
             plan = self.layers.search(finder.pricers[0].batch, n, self.planner.options.bounds)
             if plan is None:
@@ -174,8 +175,10 @@ class Hbsa:
                 return candidate
             if candidate.price.fits and last is None:
                 last = candidate  # with O_plan, if no number of stages does without
+            if nearest is None or candidate.price.shortfall < nearest.price.shortfall:
+                nearest = candidate
         if last is None:
-            raise finder.infeasible()
+            raise finder.infeasible(None if nearest is None else nearest.price)
         return last
 
     def _optimise(self, batch: Batch, length: float, kept: Candidate) -> TotalOptimisation:

@@ -6,6 +6,9 @@ of stages, and some fixed ones), HBSA's own sequence, the running plan and the s
 costs the switch between two plans; it uses the memory that the earlier batch leaves under the
 earlier plan, and ends only in plans that the later batch fits.
 
+Every switch is charged ``options.margin`` of an iteration besides, as an allowance for what the
+model does not see; plans that are about as good as the running one are not switched to.
+
 A window ends with the switch back to the static plan (its terminal cost). With it the rolling
 sequence is never worse than the static plan: continuing as planned and then returning is always
 one of the next window's paths. All of this holds for predicted costs, by the closed form.
@@ -37,7 +40,7 @@ class Path:
     Attributes:
         plans: the candidate of each batch, priced for it.
         iterations: seconds of all iterations.
-        switches: seconds of all switches, the first one included.
+        switches: seconds of all switches with their margins, the first one included.
         terminal: seconds of the switch back to the static plan after the window.
     """
 
@@ -84,8 +87,8 @@ class Lookahead:
     def decide_among(self, finders: Sequence[Finder], running: Running | None) -> Decision:
         """:meth:`decide`, with finders that the caller keeps from window to window."""
         path = self.best_path(finders, running)
-        if path is None:
-            raise finders[0].infeasible()
+        if path is None:  # the last word is the planner's
+            return self.planner.choose(finders[0], [], running)
         first = path.plans[0]
         found = [first]
         if running is not None:
@@ -173,7 +176,11 @@ class Lookahead:
         return running_of(self.planner.units, candidate.price)
 
     def _edge(self, running: Running, plan: Plan) -> float:
-        return self._switches.seconds(running, plan)
+        """Seconds of a switch, and the margin that every switch must be worth on top."""
+        if running.plan.stages == plan.stages:
+            return 0.0
+        margin = self.planner.options.margin * running.seconds
+        return self._switches.seconds(running, plan) + margin
 
     def _candidates(
         self, finders: Sequence[Finder], running: Running | None

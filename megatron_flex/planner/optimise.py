@@ -59,16 +59,25 @@ class GroupOptimisation:
         return self.recompute_seconds + self.swap_seconds
 
 
-def optimise(t: Tables, group: Group) -> GroupOptimisation:
-    """The O_plan of one group; nothing when it fits as it is, infinite seconds when it cannot."""
-    missing = group_cost(t, group).missing
-    if missing <= 0:
+def optimise(
+    t: Tables, group: Group, missing: float | None = None, *, whole: bool = False
+) -> GroupOptimisation:
+    """The O_plan of one group; nothing when it fits as it is, infinite seconds when it cannot.
+
+    Args:
+        missing: bytes to save; by default those that the memory model says.
+        whole: do all that is possible, whatever it saves.
+    """
+    if missing is None:
+        missing = group_cost(t, group).missing
+    if missing <= 0 and not whole:
         return GroupOptimisation()
     steps = _steps(t, group)
-    chosen = _choose(steps, missing)
+    chosen = list(range(len(steps))) if whole else _choose(steps, missing)
     if chosen is None:
         return GroupOptimisation(missing=missing, recompute_seconds=math.inf)
-    return _summary(t, group, {(steps[i].element, steps[i].action) for i in chosen}, steps, missing)
+    taken = {(steps[i].element, steps[i].action) for i in chosen}
+    return _summary(t, group, taken, steps, 0.0 if whole else missing)
 
 
 def _steps(t: Tables, group: Group) -> list[Step]:

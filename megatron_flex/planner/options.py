@@ -30,6 +30,9 @@ class PlannerOptions:
         margin: a switch must save at least this part of the iteration's time.
         shard_optimizer: optimizer state is split over the replicas of a stage.
         budget: bytes of a device that training may use; ``None``: what the cluster says.
+        exact_memory: fit the plans that a decision is between by their instruction lists; else by
+            the searches' bound.
+        bitwise: gradients are summed exactly, which takes 8 more bytes a parameter.
         simulations: candidates whose schedule is simulated before the choice; 0: none.
         message_busy: part of a message's time that keeps its receiver from computing.
         host_exposed: part of a host transfer's time that computing does not hide.
@@ -51,6 +54,8 @@ class PlannerOptions:
     margin: float = 0.02
     shard_optimizer: bool = False
     budget: int | None = None
+    exact_memory: bool = False
+    bitwise: bool = False
     simulations: int = 4
     message_busy: float = 0.0
     host_exposed: float = 0.3

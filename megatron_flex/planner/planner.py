@@ -19,12 +19,17 @@ from megatron_flex.model.config import ModelConfig
 from megatron_flex.planner.build import Batch, ModelCosts
 from megatron_flex.planner.candidates import TIE, Candidate, Finder
 from megatron_flex.planner.decision import Decision, Infeasible, Predicted, Reason, action_of
+from megatron_flex.planner.fit import Fitter
 from megatron_flex.planner.options import PlannerOptions
 from megatron_flex.planner.plan import Plan, PlanError
 from megatron_flex.planner.pricing import Price
 from megatron_flex.planner.simulation import Prediction
 from megatron_flex.planner.static import static_plan
 from megatron_flex.planner.switching import Running
+
+
+LAST_TRIES = 8
+"""Plans that are looked at exactly where the bound says that none fits."""
 
 
 @dataclass(frozen=True)
@@ -68,6 +73,7 @@ class Planner:
             if options.unit == "block"
             else ModelCosts(config, profile, cluster, replace(options, unit="block"), chosen)
         )
+        self._fitter = Fitter(self.units) if options.exact_memory else None
 
     def finder(self, batches: Sequence[Batch]) -> Finder:
         """For candidates of one batch; warns where the profile is extrapolated."""
@@ -85,8 +91,9 @@ class Planner:
 
         ``seconds``: its measured time; default the predicted one.
         """
-        price = self.finder([batch]).pricers[0].price(plan)
-        return running_of(self.units, price, seconds)
+        finder = self.finder([batch])
+        candidate = self.fitted(finder, finder.best_of(plan, None, "running"))
+        return running_of(self.units, candidate.price, seconds)
 
     @cached_property
     def even_plans(self) -> tuple[Plan, ...]:
@@ -168,9 +175,7 @@ class Planner:
         current = None if running is None else running.plan
         kept = next((c for c in found if current and c.plan.stages == current.stages), None)
         ranked = sorted(_distinct(found), key=lambda c: _rank(c, current, c.seconds))
-        ranked = [c for c in ranked if c.price.fits]
-        if not ranked:
-            raise finder.infeasible()
+        ranked = [c for c in ranked if c.price.fits] or self._by_program(finder, ranked, running)
         number = max(1, self.options.simulations)
         if self.options.simulations and not self.options.split and len(ranked) > number:
             # Which few to simulate is decided by a nearer estimate.
@@ -178,12 +183,18 @@ class Planner:
                 ranked[: 3 * number],
                 key=lambda c: finder.pricers[c.micro_batching].refined(c.price) + c.switch_seconds,
             )
-        few = ranked[:number]
+        few = self._fitting(finder, ranked, number)
+        kept = None if kept is None else self.fitted(finder, kept)
         if settled is not None:
-            settled = next(c for c in ranked if c.plan.stages == settled.plan.stages)
-            few = [settled, *(c for c in few[:2] if c is not settled)]
+            settled = self.fitted(finder, settled)
+            few = [c for c in few if c.plan.stages != settled.plan.stages][:2]
+            few = [settled, *few] if settled.price.fits else few
         if kept is not None and kept.price.fits and kept not in few:
             few.append(kept)
+        if not few:
+            few = self._by_program(finder, ranked, running)
+        if settled not in few:
+            settled = None
         judged = [self._judge(finder, c) for c in few]
         judged.sort(key=lambda j: _rank(j.candidate, current, j.predicted.total))
         best = judged[0]
@@ -195,9 +206,8 @@ class Planner:
             if saved < self.options.margin * mine.predicted.total:
                 best = mine
         second = next((j for j in judged if j is not best), None)
-        target = best
-        if mine is best and second is not None:
-            target = second  # conditions compare the current plan with the best other one
+        # Conditions compare the current plan with the best other one.
+        target = second if mine is best else best
         return Decision(
             plan=best.candidate.plan,
             action=action_of(current, best.candidate.plan),
@@ -209,6 +219,44 @@ class Planner:
             budget=self.units.budget,
             planner=self.options.planner,
         )
+
+    def fitted(self, finder: Finder, candidate: Candidate) -> Candidate:
+        """The candidate with what its program needs for its memory."""
+        if self._fitter is None:
+            return candidate
+        pricer = finder.pricers[candidate.micro_batching]
+        return replace(candidate, price=self._fitter.fit(pricer, candidate.price))
+
+    def _fitting(
+        self, finder: Finder, ranked: Sequence[Candidate], number: int
+    ) -> list[Candidate]:
+        """The first ``number`` candidates that fit."""
+        found: list[Candidate] = []
+        for candidate in ranked:
+            fitted = self.fitted(finder, candidate)
+            if fitted.price.fits:
+                found.append(fitted)
+            if len(found) == number:
+                break
+        return found
+
+    def _by_program(
+        self, finder: Finder, found: Sequence[Candidate], running: Running | None
+    ) -> list[Candidate]:
+        """A plan that fits by its program though not by the bound.
+
+        Raises :class:`Infeasible` when there is none among those that lack least.
+        """
+        if self._fitter is None:
+            raise finder.infeasible()
+        plans = [*found, *(finder.best_of(p, running, "static") for p in self.even_plans)]
+        plans = sorted(_distinct(plans), key=lambda c: (c.price.shortfall, _rank(c, None, 0.0)))
+        fitted = [self.fitted(finder, c) for c in plans[:LAST_TRIES]]
+        fits = [c for c in fitted if c.price.fits]
+        if fits:
+            return fits[:1]
+        best = min(fitted, key=lambda c: c.price.shortfall).price
+        raise finder.infeasible(best)
 
     def _judge(self, finder: Finder, candidate: Candidate) -> Judged:
         if self.options.simulations == 0:
@@ -227,13 +275,13 @@ def conditions(
     costs: ModelCosts,
     kept: Candidate | None,
     mine: Judged | None,
-    other: Judged,
+    other: Judged | None,
     margin: float,
 ) -> tuple[Reason, ...]:
     """Conditions A to D of the paper, device by device instead of in total.
 
     ``kept`` is the current plan (``mine``: judged, when it fits), ``other`` the plan that it is
-    compared with. Without a current plan there is nothing to compare.
+    compared with, if there is one. Without a current plan there is nothing to compare.
     """
     if kept is None:
         return ()
@@ -250,7 +298,7 @@ def conditions(
             Reason("C", "memory optimisation makes it fit: bytes after it <= budget",
                    after, budget, "bytes", price.fits)
         )  # fmt: skip
-    if mine is not None:
+    if mine is not None and other is not None:
         switched, stayed = other.predicted.total, mine.predicted.total
         text = "switching does not pay: other plan and switch >= current plan"
         if a:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -124,7 +125,7 @@ class Pricer:
             optimisation = o_plan(tables, parts)
         else:
             shortfall = self._shortfall(plan)
-        size = self._device_bytes(groups, cost, parts)
+        size = self.device_bytes(groups, cost, parts)
         return Price(
             Plan(plan.stages, optimisation or OPlan()),
             seconds,
@@ -135,7 +136,7 @@ class Pricer:
             size,
         )
 
-    def _device_bytes(
+    def device_bytes(
         self, groups: tuple[Group, ...], cost: PlanCost, parts: tuple[GroupOptimisation, ...]
     ) -> tuple[float, ...]:
         size = [0.0] * self.costs.cluster.world_size
@@ -161,6 +162,27 @@ class Pricer:
             )
             worst = max(worst, terms.missing - saved)
         return worst
+
+
+def price_with(
+    pricer: Pricer, plan: Plan, parts: Sequence[GroupOptimisation], missing: float
+) -> Price:
+    """The price of a plan whose groups do what ``parts`` say; ``plan`` has that as its O_plan.
+
+    ``missing``: bytes that the fullest device lacks without it.
+    """
+    groups = groups_of(pricer.problem.tables, plan)
+    cost = pricer.problem.price(groups)
+    before_update = _before_update(cost, tuple(parts))
+    return Price(
+        plan,
+        before_update + max(c.update for c in cost.groups),
+        before_update,
+        missing,
+        0.0,
+        tuple(parts),
+        pricer.device_bytes(groups, cost, tuple(parts)),
+    )
 
 
 def _before_update(cost: PlanCost, parts: tuple[GroupOptimisation, ...]) -> float:

@@ -10,11 +10,12 @@ which travels in the answers. A process, not a thread: a busy Python thread slow
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from statistics import median
 from typing import Any, TextIO
 
@@ -32,6 +33,7 @@ from megatron_flex.planner.decision import Decision, Infeasible
 from megatron_flex.planner.exhaustive import exhaustive
 from megatron_flex.planner.hbsa import Hbsa
 from megatron_flex.planner.lookahead import Lookahead
+from megatron_flex.planner.fit import MARGIN
 from megatron_flex.planner.options import PlannerOptions
 from megatron_flex.planner.plan import Plan, PlanError
 from megatron_flex.planner.planner import Planner
@@ -101,6 +103,8 @@ class Question:
         running_lengths: that iteration's sample lengths.
         measured: what newly measured iterations took, as (predicted, seconds); predictions are
             those of earlier answers, without correction.
+        memory: of newly measured iterations, the largest ratio of measured to predicted peak
+            memory of a device.
     """
 
     iteration: int
@@ -108,6 +112,7 @@ class Question:
     running: str | None = None
     running_lengths: tuple[int, ...] = ()
     measured: tuple[tuple[float, float], ...] = ()
+    memory: tuple[float, ...] = ()
 
     def to_json(self) -> str:
         """One line."""
@@ -123,6 +128,7 @@ class Question:
             data["running"],
             tuple(data["running_lengths"]),
             tuple((p, s) for p, s in data["measured"]),
+            tuple(data["memory"]),
         )
 
 
@@ -168,18 +174,37 @@ class Service:
 
     def __init__(self, setup: Setup) -> None:
         self._setup = setup
-        cluster: Cluster = parse_cluster(setup.cluster)
-        profile = (
-            closed_form_profile(setup.model, cluster)
+        self._cluster: Cluster = parse_cluster(setup.cluster)
+        self._profile = (
+            closed_form_profile(setup.model, self._cluster)
             if setup.profile is None
             else Profile.from_json(setup.profile)
         )
-        self.planner = Planner(setup.model, profile, cluster, setup.options)
-        static = Plan.parse(setup.static)
-        self._hbsa = Hbsa(self.planner)
-        self._lookahead = Lookahead(self.planner, static, self._hbsa)
+        self._static = Plan.parse(setup.static)
         self._best_static: Plan | None = None
         self._ratios: deque[float] = deque(maxlen=REMEMBERED)
+        self._memory: deque[float] = deque(maxlen=REMEMBERED)
+        self._plan_with(1.0)
+
+    def _plan_with(self, memory_factor: float) -> None:
+        """Plan for a budget that is smaller by what memory was predicted too low."""
+        options, budget = self._setup.options, self._setup.options.budget
+        self._memory_factor = memory_factor
+        if memory_factor > 1.0:
+            whole = self._cluster.usable_memory if budget is None else budget
+            options = replace(options, budget=int(whole / memory_factor))
+        self.planner = Planner(self._setup.model, self._profile, self._cluster, options)
+        self._hbsa = Hbsa(self.planner)
+        self._lookahead = Lookahead(self.planner, self._static, self._hbsa)
+
+    @property
+    def memory_factor(self) -> float:
+        """The largest ratio of measured to predicted memory of late, in steps of 1 %.
+
+        1 where the planner's margin covers it.
+        """
+        most = max(self._memory, default=1.0)
+        return math.ceil(100.0 * most - 1e-6) / 100.0 if most > 1.0 + MARGIN / 2 else 1.0
 
     @property
     def factor(self) -> float:
@@ -189,6 +214,9 @@ class Service:
     def answer(self, question: Question) -> Answer:
         """Decide."""
         self._ratios.extend(s / p for p, s in question.measured if p > 0.0 and s > 0.0)
+        self._memory.extend(question.memory)
+        if self.memory_factor != self._memory_factor:
+            self._plan_with(self.memory_factor)
         window = [self._setup.cut.batch(lengths) for lengths in question.window]
         running = None
         if question.running is not None:
@@ -218,8 +246,10 @@ class Service:
                 self._best_static = self.planner.best_static([[batch] for batch in window])
             finder = self.planner.finder([window[0]])
             candidate = finder.best_of(self._best_static, running, "static")
+            candidate = self.planner.fitted(finder, candidate)
             if not candidate.price.fits:
-                raise finder.infeasible()
+                exact = self._setup.options.exact_memory
+                raise finder.infeasible(candidate.price if exact else None)
             return self.planner.choose(finder, [candidate], running, settled=candidate)
         return self._lookahead.decide([[batch] for batch in window], running)
 

@@ -39,6 +39,8 @@ GROUP_SETUP = 0.02
 """Seconds to create process groups; hidden behind the running iteration in mode live."""
 RESTART = 8.0
 """Seconds to start processes, libraries and communicators again."""
+REMEMBERED_PLANS = 1024
+"""Plans whose holders are remembered between prices."""
 DISK_BYTES_PER_SECOND = 2e9
 """A checkpoint is written and read at this rate, by a server."""
 
@@ -156,6 +158,8 @@ class LiveSwitches:
 
     def _of(self, plan: Plan) -> Holders:
         if plan.stages not in self._holders:
+            if len(self._holders) >= REMEMBERED_PLANS:
+                self._holders.clear()
             self._holders[plan.stages] = Holders.of(self.costs, plan)
         return self._holders[plan.stages]
 

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 import torch
 import torch.distributed as dist
 
-from megatron_flex.runtime.failure import CommunicationError
+from megatron_flex.runtime.failure import lost
 from megatron_flex.runtime.world import World
 from megatron_flex.schedule.instructions import (
     Instruction,
@@ -37,10 +37,8 @@ class explain:  # noqa: N801 - reads as a statement
 
     def __exit__(self, kind: type | None, error: BaseException | None, _: object) -> None:
         if isinstance(error, RuntimeError):
-            raise CommunicationError(
-                f"worker {self._world.rank}: '{self._what}' failed (time-out"
-                f" {self._world.timeout.total_seconds():.0f} s): {error}"
-            ) from error
+            limit = f"{self._what} (time-out {self._world.timeout.total_seconds():.0f} s)"
+            raise lost(self._world.rank, limit, error) from error
 
 
 class Communicator:

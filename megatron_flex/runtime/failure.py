@@ -38,6 +38,13 @@ class CommunicationError(RuntimeError):
     """A peer is gone or silent. The cause, if it is not this message, is in the peer's log."""
 
 
+def lost(rank: int, what: object, error: RuntimeError) -> CommunicationError:
+    """The error of worker ``rank`` whose wait for ``what`` failed in the communication library."""
+    # gloo appends general advice to what happened.
+    reason = str(error).partition(". This is typically")[0]
+    return CommunicationError(f"worker {rank}: '{what}' failed: {reason}")
+
+
 class FirstFailure:
     """Finds out which worker of the job failed first.
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -10,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron_flex.runtime.failure import lost
 from megatron_flex.runtime.groups import ReductionGroups
 from megatron_flex.runtime.liveness import Liveness
 
@@ -83,7 +86,8 @@ class World:
         if self.control is None:
             return value
         box = [value]
-        dist.broadcast_object_list(box, src=0, group=self.control)
+        with self._together("what the first worker says"):
+            dist.broadcast_object_list(box, src=0, group=self.control)
         return box[0]
 
     def gather(self, value: object) -> list[Any]:
@@ -91,7 +95,8 @@ class World:
         if self.control is None:
             return [value]
         values: list[Any] = [None] * self.size
-        dist.all_gather_object(values, value, group=self.control)
+        with self._together("what all workers say"):
+            dist.all_gather_object(values, value, group=self.control)
         return values
 
     def barrier(self) -> None:
@@ -103,7 +108,8 @@ class World:
         if self.control is None:
             return value
         tensor = torch.tensor([value], dtype=torch.float64)
-        dist.all_reduce(tensor, group=self.control)
+        with self._together("a sum over all workers"):
+            dist.all_reduce(tensor, group=self.control)
         return float(tensor.item())
 
     def slowest(self, seconds: float) -> float:
@@ -115,8 +121,17 @@ class World:
         if self.control is None:
             return value
         tensor = torch.tensor([value])
-        dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self.control)
+        with self._together("a maximum over all workers"):
+            dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self.control)
         return int(tensor.item())
+
+    @contextmanager
+    def _together(self, what: str) -> Iterator[None]:
+        """Give the error of a wait for all workers a name."""
+        try:
+            yield
+        except RuntimeError as error:
+            raise lost(self.rank, what, error) from error
 
 
 def _default_store() -> dist.Store:

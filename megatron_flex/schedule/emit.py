@@ -19,6 +19,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from megatron_flex.model.layers import LayerList
+from megatron_flex.planner.plan import Plan
 from megatron_flex.schedule.instructions import (
     Backward,
     BackwardInput,

@@ -32,8 +32,15 @@ class Arena:
         self.memory = torch.frombuffer(mapped, dtype=torch.uint8)
         if self._load(0) != MAGIC:
             raise TwinError("the manager of host copies is of another version: build it again")
-        if device.type == "cuda":
+        self._pinned = device.type == "cuda"
+        if self._pinned:
             kernels.register_host(self.memory)
+
+    def close(self) -> None:
+        """Use it no more; the memory goes with the last view of it."""
+        if self._pinned:
+            kernels.unregister_host(self.memory)
+            self._pinned = False
 
     def commit(self, version: int) -> None:
         """Say that ``version`` is complete on all servers: older ones may be overwritten."""

@@ -95,3 +95,4 @@ class TwinLayers:
         self.snapshots.close()
         self.hand_overs.close()
         self._client.close()
+        self.arena.close()

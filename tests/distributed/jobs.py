@@ -94,9 +94,7 @@ def packed(config: ModelConfig, micro_batch: MicroBatch, masked: frozenset[int])
     if config.binary_head:
         segments = [np.arange(s.tokens) >= s.tokens // 2 for s in slices]
         types = torch.from_numpy(np.concatenate(segments).astype(np.int64))
-        order = torch.tensor(
-            [-1 if s.sample in masked else int(s.sample % 3 == 0) for s in slices]
-        )
+        order = torch.tensor([-1 if s.sample in masked else int(s.sample % 3 == 0) for s in slices])
     return PackedBatch(
         lengths=tuple(s.tokens for s in slices),
         samples=tuple(s.sample for s in slices),

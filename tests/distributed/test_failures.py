@@ -74,7 +74,7 @@ def bug_in_worker_1(rank: int) -> None:
             raise KeyError("a bug in this worker")
         return step(self, *arguments)
 
-    Trainer._step = broken  # type: ignore[method-assign]
+    Trainer._step = broken  # type: ignore[method-assign, assignment]
 
 
 def test_a_worker_that_raises_ends_the_job_with_its_own_error(tmp_path: Path) -> None:
@@ -362,7 +362,7 @@ def full_disk(rank: int) -> None:
                 resource.setrlimit(resource.RLIMIT_FSIZE, (4000, hard))
             save(self, progress, *arguments)
 
-        Checkpoints.save = limited  # type: ignore[method-assign]
+        Checkpoints.save = limited  # type: ignore[method-assign, assignment]
 
 
 @pytest.mark.parametrize("more", [(), ("--async-save",)])

@@ -1,4 +1,4 @@
-"""Faults during a switch alone: the comparison with one process must notice each of them.
+"""Faults during a switch alone: each must be noticed, and a dead worker ends the job.
 
 Three workers train on one plan, switch in the second iteration, and go on. Only that iteration is
 broken, mostly only on the worker that joins.
@@ -6,14 +6,23 @@ broken, mostly only on the worker that joins.
 
 from __future__ import annotations
 
+import os
+import re
+import signal
+import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from megatron_flex.checkpoint.layout import latest
 from megatron_flex.runtime.executor import HANDLERS, Executor
+from megatron_flex.runtime.failure import EXIT_PEER_LOST
+from megatron_flex.runtime.groups import ReductionGroups
 from megatron_flex.runtime.slab import Slab
 from megatron_flex.schedule.instructions import (
     Drop,
@@ -29,12 +38,15 @@ from megatron_flex.schedule.instructions import (
 from tests.distributed import jobs
 from tests.distributed.pool import WorkerPool
 from tests.distributed.test_exactness import TIED, reference
+from tests.distributed.test_failures import FLAGS, SECONDS, saving
+from tests.end_to_end.processes import Job
 
 #: Slabs 0 to 3 go to worker 2, which has none; 4 to 7 stay on 1; the tied embedding is on all.
 KEEPING = ["0:4@0 | 4:8@1", "0:4@0 | 4:8@1", "0:4@2,0 | 4:8@1"]
 #: Worker 0 gives up what worker 2 gets.
 MIGRATION = ["0:4@0 | 4:8@1", "0:4@0 | 4:8@1", "0:4@2 | 4:8@1"]
 ITERATIONS = 5
+NOTICED = r"(loss|norm) of iteration|differs by|other bits|disagree"
 
 
 def joined(program: Program, rank: int) -> set[int]:
@@ -55,9 +67,10 @@ def rewritten(
     return replace(program, instructions=tuple(lists))
 
 
-def wrap_update(
-    executor: Executor, program: Program, around: Callable[[Executor, Slab, Callable[[], None]], None]
-) -> Program:
+Around = Callable[[Executor, Slab, Callable[[], None]], None]
+
+
+def wrap_update(executor: Executor, program: Program, around: Around) -> Program:
     """Run ``around(executor, slab, honest update)`` where this worker updates what it joined."""
     slabs = joined(program, executor.world.rank)
 
@@ -128,9 +141,12 @@ def the_clip_factor_is_missing(executor: Executor, program: Program) -> Program:
 
 
 def the_update_is_missing(executor: Executor, program: Program) -> Program:
-    slabs = joined(program, executor.world.rank)
-    lost = [UpdateOrSkip(slab) for slab in slabs]
-    return rewritten(executor, program, lambda steps: [steps.remove(update) for update in lost])
+    lost = [UpdateOrSkip(slab) for slab in joined(program, executor.world.rank)]
+
+    def change(steps: list[Instruction]) -> None:
+        steps[:] = [step for step in steps if step not in lost]
+
+    return rewritten(executor, program, change)
 
 
 def the_update_comes_twice(executor: Executor, program: Program) -> Program:
@@ -190,8 +206,7 @@ def early_state_leaves_after_the_update(executor: Executor, program: Program) ->
     """The joiner then makes the update a second time."""
 
     def change(steps: list[Instruction]) -> None:
-        late = [step for step in steps if isinstance(step, SendState)]
-        steps[:] = [step for step in steps if not isinstance(step, SendState)] + late
+        steps.sort(key=lambda step: isinstance(step, SendState))
 
     return rewritten(executor, program, change)
 
@@ -212,7 +227,7 @@ def a_norm_is_counted_twice(executor: Executor, program: Program) -> Program:
     return broken
 
 
-ANY = {
+EARLY: list[Any] = [
     moments_are_lost,
     moments_of_one_bias_are_lost,
     the_step_count_is_lost,
@@ -226,7 +241,7 @@ ANY = {
     early_state_leaves_after_the_update,
     a_micro_batch_is_missed,
     a_norm_is_counted_twice,
-}
+]
 NEEDS_KEEPING = {early_state_leaves_after_the_update}  # there is no update where it is dropped
 
 
@@ -298,9 +313,9 @@ def test_without_a_fault_the_comparison_passes(
     compare(workers, plans, way, nothing)
 
 
-@pytest.mark.parametrize("fault", sorted(ANY, key=lambda f: f.__name__), ids=lambda f: f.__name__)
+@pytest.mark.parametrize("fault", EARLY, ids=lambda f: f.__name__)
 def test_a_fault_in_an_early_join_is_noticed(workers: WorkerPool, fault: jobs.Fault) -> None:
-    with pytest.raises(AssertionError, match="(loss|norm) of iteration|differs by|disagree"):
+    with pytest.raises(AssertionError, match=NOTICED):
         compare(workers, KEEPING if fault in NEEDS_KEEPING else MIGRATION, "early", fault)
 
 
@@ -316,5 +331,116 @@ def test_a_fault_in_an_early_join_is_noticed(workers: WorkerPool, fault: jobs.Fa
 def test_a_fault_in_giving_up_a_slab_is_noticed(
     workers: WorkerPool, fault: jobs.Fault, way: str
 ) -> None:
-    with pytest.raises(AssertionError, match="(loss|norm) of iteration|differs by|disagree"):
+    with pytest.raises(AssertionError, match=NOTICED):
         compare(workers, MIGRATION, way, fault)
+
+
+def masters_stay_behind(executor: Executor, program: Program) -> Program:
+    """As if only the rounded parameters travelled."""
+
+    def around(_: Executor, slab: Slab, honest: Callable[[], None]) -> None:
+        slab.master.copy_(slab.params)
+        honest()
+
+    return wrap_update(executor, program, around)
+
+
+def test_masters_that_do_not_travel_are_noticed(workers: WorkerPool) -> None:
+    config = replace(TIED, num_layers=2, params_dtype="bfloat16")
+    options = {"iterations": ITERATIONS, "exact": True}
+    expected = reference(workers, config, **options)
+    plans = [plan.replace("4:8", "4:6") for plan in MIGRATION]
+    for fault in (nothing, masters_stay_behind):
+        got = workers.run(3, jobs.train, config, plans, **options, fault=fault, fault_when="switch")
+        if fault is nothing:
+            jobs.assert_equal_bits(jobs.merge(got), expected)
+        else:
+            with pytest.raises(AssertionError, match=NOTICED):
+                jobs.assert_equal_bits(jobs.merge(got), expected)
+
+
+# -- a worker is killed ------------------------------------------------------------------------
+
+#: Worker 2 joins in the fourth iteration; worker 0 gives up some of what it has.
+SCRIPT = "0:3@0 | 3:6@1\n" * 4 + "0:2@0 | 2:4@1 | 4:6@2\n"
+KINDS: dict[str, type[Instruction]] = {
+    c.__name__: c for c in (RecvState, SendState, ReduceGradient, GlobalNorm, UpdateOrSkip, Drop)
+}
+GROUP = "a group that is being made"
+
+
+def killed_at(place: str, victim: int, rank: int) -> None:
+    """Worker ``victim`` is killed when it comes to a place of the first switch."""
+    if rank != victim:
+        return
+    if place == GROUP:  # no group is made before: there is one replica
+
+        def make(self: ReductionGroups, ranks: tuple[int, ...], number: int) -> Any:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        ReductionGroups._make = make  # type: ignore[method-assign]
+        return
+    kind = KINDS[place]
+    honest = HANDLERS[kind]
+
+    def handler(executor: Executor, run: Any, op: Instruction) -> None:
+        if run.program.next_plan is not None:
+            os.kill(os.getpid(), signal.SIGKILL)
+        honest(executor, run, op)
+
+    HANDLERS[kind] = handler
+
+
+def switching(directory: Path) -> list[str]:
+    plans = directory / "plans.txt"
+    plans.write_text(SCRIPT)
+    return [*FLAGS, "--flexpipe-plans", str(plans), "--flexpipe-no-twin"]
+
+
+@pytest.mark.parametrize(
+    ("place", "victim"),
+    [
+        # The others wait for a group with the victim, to which they have no connection in it yet.
+        ("RecvState", 2),
+        pytest.param(GROUP, 2, marks=pytest.mark.soak),
+        pytest.param("SendState", 0, marks=pytest.mark.soak),
+        pytest.param("ReduceGradient", 2, marks=pytest.mark.soak),
+        ("GlobalNorm", 2),
+        pytest.param("UpdateOrSkip", 2, marks=pytest.mark.soak),
+        pytest.param("Drop", 1, marks=pytest.mark.soak),
+    ],
+)
+def test_a_worker_killed_during_a_switch_ends_the_job(
+    tmp_path: Path, place: str, victim: int
+) -> None:
+    with Job(tmp_path / "job") as job:
+        flags = [*switching(tmp_path), "--train-iters", "100000"]
+        before = partial(killed_at, place, victim)
+        job.start("pretrain_gpt.py", flags, size=3, before=before)
+        job.processes[victim].join(60)
+        start = time.monotonic()
+        expected = [EXIT_PEER_LOST] * 3
+        expected[victim] = -signal.SIGKILL
+        assert job.wait() == expected
+        assert time.monotonic() - start < SECONDS
+        assert "iteration        3/" in job.output
+        assert ("iteration        4/" in job.output) is (place == "Drop")
+    for peer in {0, 1, 2} - {victim}:
+        errors = re.findall("^error: .*", job.text(peer), re.MULTILINE)
+        assert len(errors) == 1
+        assert re.match(rf"error: worker {peer}: '[^']+' failed", errors[0])
+    assert "Traceback" not in job.output
+
+
+def test_after_a_kill_during_a_switch_the_last_checkpoint_loads(tmp_path: Path) -> None:
+    flags = [*switching(tmp_path), *saving(tmp_path / "checkpoints", 2), "--train-iters", "6"]
+    with Job(tmp_path / "job") as job:
+        job.start("pretrain_gpt.py", flags, size=3, before=partial(killed_at, "SendState", 1))
+        assert job.wait() == [EXIT_PEER_LOST, -signal.SIGKILL, EXIT_PEER_LOST]
+    assert latest(tmp_path / "checkpoints") == 2
+    with Job(tmp_path / "again") as job:
+        assert job.start("pretrain_gpt.py", flags, size=3).wait() == [0, 0, 0]
+        assert "iteration        2/" not in job.output
+        for iteration in (3, 4, 5, 6):  # the switch is made now
+            assert f"iteration        {iteration}/" in job.output
+    assert latest(tmp_path / "checkpoints") == 6

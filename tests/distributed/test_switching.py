@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 
@@ -23,7 +24,7 @@ def random_plan(rng: random.Random, units: int, devices: int) -> Plan:
     cuts = [0, *sorted(rng.sample(range(1, units), count - 1)), units]
     stages = (
         Stage(a, b, tuple(rng.sample(range(devices), rng.randint(1, devices))))
-        for a, b in zip(cuts, cuts[1:], strict=False)
+        for a, b in pairwise(cuts)
     )
     return Plan(tuple(stages))
 

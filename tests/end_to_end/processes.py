@@ -77,7 +77,15 @@ class Job:
             place["TORCHELASTIC_ERROR_FILE"] = str(self.error_file(rank))
             late = delays[rank] if rank < len(delays) else 0.0
             values = place | meeting | dict(environment or {})
-            arguments = (script, list(argv), values, str(self.log(rank)), late, before, str(directory))
+            arguments = (
+                script,
+                list(argv),
+                values,
+                str(self.log(rank)),
+                late,
+                before,
+                str(directory),
+            )
             process = context.Process(target=_worker, args=arguments, daemon=True)
             process.start()
             self.processes.append(process)
@@ -116,7 +124,9 @@ class Job:
         deadline = time.monotonic() + timeout
         while words not in self.text(rank):
             assert self.processes[rank].is_alive(), f"worker {rank} ended:\n{self.text(rank)}"
-            assert time.monotonic() < deadline, f"no '{words}' from worker {rank} in {timeout:.0f} s"
+            assert time.monotonic() < deadline, (
+                f"no '{words}' from worker {rank} in {timeout:.0f} s"
+            )
             time.sleep(0.02)
 
     def signal(self, rank: int, number: int) -> None:

@@ -123,9 +123,7 @@ def run(
         assert not state.keys() & account.state.keys(), "a tensor has two owners"
         state.update(account.state)
     first = accounts[0]
-    return Run(
-        first.history, state, first.updates, first.schedule, first.progress, first.printed
-    )
+    return Run(first.history, state, first.updates, first.schedule, first.progress, first.printed)
 
 
 def assert_equal_bits(actual: Run, expected: Run) -> None:

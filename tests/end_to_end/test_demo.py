@@ -76,7 +76,7 @@ def test_a_second_run_uses_what_is_there_and_trains_on(runs: tuple[Path, str, st
 
 
 def test_what_the_demo_suggests_works_as_printed(runs: tuple[Path, str, str]) -> None:
-    directory, printed, _ = runs
+    _, printed, _ = runs
     block = printed[printed.index("Try next") :]
     commands = [x.strip() for x in block.splitlines()[1:] if re.match(r"  \S", x)]
     assert len(commands) == 5

@@ -53,7 +53,8 @@ def programs(tmp_path: Path) -> Path:
 def started(script: Path, programs: Path, nodes: int = 1) -> tuple[Config, dict[str, str]]:
     """The configuration and the environment of a worker that the script starts."""
     record = programs / "record.json"
-    per_node = int((re.search(r"--ntasks-per-node=(\d+)", script.read_text()) or [0, "8"])[1])
+    stated = re.search(r"--ntasks-per-node=(\d+)", script.read_text())
+    per_node = int(stated[1]) if stated else 8
     environment = {
         **{k: v for k, v in os.environ.items() if not k.startswith(("SLURM_", "MASTER_"))},
         "PATH": f"{programs}:{os.environ['PATH']}",

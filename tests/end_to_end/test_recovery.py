@@ -6,17 +6,23 @@ import os
 import random
 import shlex
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
 
+from megatron_flex.twinlayer.location import DIRECTORY
 from tests.distributed.pool import WorkerPool
 from tests.end_to_end import runs
 from tests.end_to_end.elastic import Elastic, assert_nothing_is_left, losses
+from tests.end_to_end.processes import ROOT
 
 SIZE = 3
+PER_KILL = 12  # iterations
 PLANS = "0:3@0,1 | 3:8@2\n0:3@0,1 | 3:8@2\n0:5@2 | 5:8@0,1\n0:2@1 | 2:5@0 | 5:8@2\n"
 
 
@@ -28,12 +34,18 @@ def flags(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     script = directory / "plans.txt"
     script.write_text(30 * PLANS)
     more = f"--data-path {prefix} --split 1,0,0 --flexpipe-plans {script} --flexpipe-bitwise"
+    more += " --lr-decay-iters 240"
     return [*runs.MODEL, *runs.TRAINING, *shlex.split(more)]
 
 
 def start(
-    directory: Path, flags: list[str], iterations: int, *more: str, max_restarts: int = 100,
-    runtime: Path | None = None, before: Callable[[int], None] | None = None,
+    directory: Path,
+    flags: list[str],
+    iterations: int,
+    *more: str,
+    max_restarts: int = 100,
+    runtime: Path | None = None,
+    before: Callable[[int], None] | None = None,
 ) -> Elastic:
     argv = [*flags, "--train-iters", str(iterations), "--log-jsonl", str(directory / "log.jsonl")]
     return Elastic(
@@ -42,11 +54,19 @@ def start(
     )  # fmt: skip
 
 
-def undisturbed(workers: WorkerPool, flags: list[str], iterations: int) -> dict[int, list[float]]:
+@pytest.fixture(scope="module")
+def undisturbed(
+    workers: WorkerPool, flags: list[str], count: Callable[[int, int], int]
+) -> dict[int, list[float]]:
     """Loss and norm of each iteration of a run in which nothing happens."""
-    found = runs.run(workers, SIZE, [*flags, "--train-iters", str(iterations)], timeout=600.0)
-    records = zip(found.losses, found.norms, strict=True)
-    return {i: [*loss, norm] for i, (loss, norm) in enumerate(records, 1)}  # type: ignore[list-item]
+    iterations = str(PER_KILL * count(2, 20))
+    found = runs.run(workers, SIZE, [*flags, "--train-iters", iterations], timeout=600.0)
+    pairs = zip(found.losses, found.norms, strict=True)
+    return {i: [*loss, norm or 0.0] for i, (loss, norm) in enumerate(pairs, 1)}
+
+
+def first(expected: dict[int, list[float]], iterations: int) -> dict[int, list[float]]:
+    return {i: values for i, values in expected.items() if i <= iterations}
 
 
 def reached(job: Elastic, iteration: int) -> Callable[[], bool]:
@@ -58,41 +78,49 @@ def starts(job: Elastic) -> list[str]:
     return [line.strip() for line in job.output.splitlines() if "starting at iteration" in line]
 
 
+def two_servers(rank: int) -> None:
+    """As if worker 0 had a server of its own, and the others another."""
+    from megatron_flex.loop import host_copies
+
+    host_copies._server = lambda: f"server {min(rank, 1)}"
+
+
+@pytest.mark.parametrize(("servers", "few", "many"), [(1, 2, 20), (2, 1, 10)])
 def test_killed_workers_come_back_and_the_loss_curve_is_that_of_an_undisturbed_run(
-    workers: WorkerPool, flags: list[str], tmp_path: Path, count: Callable[[int, int], int]
-) -> None:
-    kills, rng = count(3, 20), random.Random(6)
-    iterations = 12 * kills
-    every = "--flexpipe-switch handover --flexpipe-twin-snapshot 2".split()
-    expected = undisturbed(workers, flags, iterations)
-    with start(tmp_path / "job", flags, iterations, *every) as job:
+    flags: list[str], undisturbed: dict[int, list[float]], tmp_path: Path,
+    count: Callable[[int, int], int], servers: int, few: int, many: int,
+) -> None:  # fmt: skip
+    kills, rng = count(few, many), random.Random(servers)
+    iterations = PER_KILL * kills
+    every = ["--flexpipe-switch", "handover", "--flexpipe-twin-snapshot", "2"]
+    before = two_servers if servers > 1 else None
+    with start(tmp_path / "job", flags, iterations, *every, before=before) as job:
         for kill in range(kills):
-            # Most kills meet training somewhere, some the start of the workers.
-            wanted = rng.randint(10 * kill + 3, 10 * kill + 10)
-            status = job.run(120.0, reached(job, wanted))
-            assert status is None, job.output
+            wanted = PER_KILL * kill + rng.randint(4, PER_KILL - 3)
+            assert job.run(120.0, reached(job, wanted)) is None, job.output
+            assert len(job.managers()) == servers
             time.sleep(rng.uniform(0.0, 0.1))
+            attempts = len(starts(job))
             job.kill(rng.randrange(SIZE))
             if kill % 5 == 4:  # another one at once, while the workers start
-                job.watch()
-                job.run(60.0, lambda until=time.monotonic() + rng.uniform(0, 3): (
-                    time.monotonic() > until
-                ))
+                until = time.monotonic() + rng.uniform(0.0, 2.0)
+                job.run(60.0, lambda until=until: time.monotonic() > until)  # type: ignore[misc]
                 job.kill(rng.randrange(SIZE))
+            job.run(120.0, lambda seen=attempts: len(starts(job)) > seen)  # type: ignore[misc]
         assert job.run(300.0) == 0, job.output
         assert job.attempts >= 1 + kills
         found = starts(job)
-        assert sum("in host memory" in line for line in found) >= kills, found
-    assert losses(tmp_path / "job" / "log.jsonl") == expected
+        assert "random weights" in found[0]
+        assert all("in host memory" in line for line in found[1:]), found
+    assert losses(tmp_path / "job" / "log.jsonl") == first(undisturbed, iterations)
     assert_nothing_is_left(job.runtime)
 
 
 def test_a_killed_manager_is_said_once_and_the_disk_takes_its_place(
-    workers: WorkerPool, flags: list[str], tmp_path: Path
+    flags: list[str], undisturbed: dict[int, list[float]], tmp_path: Path
 ) -> None:
     saves = tmp_path / "checkpoints"
     every = f"--flexpipe-twin-snapshot 2 --save {saves} --load {saves} --save-interval 8".split()
-    expected = undisturbed(workers, flags, 24)
     with start(tmp_path / "job", flags, 24, *every) as job:
         assert job.run(60.0, reached(job, 3)) is None, job.output
         (manager,) = job.managers()
@@ -106,7 +134,7 @@ def test_a_killed_manager_is_said_once_and_the_disk_takes_its_place(
         assert job.run(120.0) == 0, job.output
         assert "random weights" in starts(job)[0]
         assert f"iteration 8 of {saves}: starting at iteration 8" in starts(job)[1]
-    assert losses(tmp_path / "job" / "log.jsonl") == expected
+    assert losses(tmp_path / "job" / "log.jsonl") == first(undisturbed, 24)
     assert_nothing_is_left(job.runtime)
 
 
@@ -140,11 +168,42 @@ def test_a_job_that_cannot_be_restarted_leaves_nothing_behind(
     assert_nothing_is_left(job.runtime, timeout=15.0)
 
 
+def test_torchrun_starts_the_workers_again(
+    flags: list[str], undisturbed: dict[int, list[float]], tmp_path: Path
+) -> None:
+    log, runtime = tmp_path / "log.jsonl", tmp_path / "runtime"
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node",
+        str(SIZE), "--max-restarts", "1", str(ROOT / "pretrain_gpt.py"), *flags,
+        "--train-iters", "24", "--log-jsonl", str(log), "--flexpipe-twin-snapshot", "2",
+    ]  # fmt: skip
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), DIRECTORY: str(runtime)}
+    with (tmp_path / "output").open("w") as output:
+        launcher = psutil.Popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT)
+    try:
+        deadline = time.monotonic() + 120
+        while max(losses(log), default=0) < 6:
+            assert launcher.poll() is None, (tmp_path / "output").read_text()
+            assert time.monotonic() < deadline, (tmp_path / "output").read_text()
+            time.sleep(0.02)
+        workers = [c for c in launcher.children() if str(ROOT / "pretrain_gpt.py") in c.cmdline()]
+        assert len(workers) == SIZE
+        workers[1].kill()
+        assert launcher.wait(120) == 0, (tmp_path / "output").read_text()
+    finally:
+        for process in (*launcher.children(recursive=True), launcher):
+            process.kill()
+    text = (tmp_path / "output").read_text()
+    assert "in host memory: starting at iteration" in text
+    assert losses(log) == first(undisturbed, 24)
+    assert_nothing_is_left(runtime)
+
+
 def huge_slabs(rank: int) -> None:
     """As if every slab had a petabyte."""
     from megatron_flex.loop import host_copies
 
-    host_copies.entry_bytes = lambda size: 10**15  # type: ignore[assignment]
+    host_copies.entry_bytes = lambda size: 10**15
 
 
 def small_bank(rank: int) -> None:

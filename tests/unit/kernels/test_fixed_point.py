@@ -51,7 +51,7 @@ def spread(count: int, seed: int) -> Tensor:
 
 
 @given(st.lists(FLOATS, min_size=1, max_size=40), st.integers(20, 44))
-def test_each_element_is_rounded_to_the_nearest_even_integer(values: list[float], bits: int) -> None:
+def test_each_element_is_rounded_to_nearest_even(values: list[float], bits: int) -> None:
     gradient, sums = torch.tensor(values), zeros(len(values))
     assert accumulate(gradient, sums, bits) == FINE
     # round() of a fraction is exact and goes to the even neighbour.

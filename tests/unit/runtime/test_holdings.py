@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import re
 import weakref
 
 import pytest
@@ -226,22 +227,23 @@ def test_gradients_of_a_joined_slab_are_zero() -> None:
 
 def test_adopting_a_plan_moves_ownership() -> None:
     holdings = hold(TIED, "0:3@0 | 3:6@1")
-    assert holdings.owned == (0, 1, 2, 6)
+    owned = [holdings.owned]
     for slab in (0, 1):
         holdings.drop(slab)
     for slab in (4, 5):
         holdings.join(slab)
     holdings.adopt(Plan.parse("0:2@1 | 2:3@0 | 3:4@1 | 4:6@1,0"))
-    assert holdings.owned == (2, 4, 5, 6)
+    owned.append(holdings.owned)
     holdings.join(3)
     holdings.adopt(Plan.parse("0:2@1 | 2:6@0"))
-    assert holdings.owned == (2, 3, 4, 5, 6)
+    owned.append(holdings.owned)
+    assert owned == [(0, 1, 2, 6), (2, 4, 5, 6), (2, 3, 4, 5, 6)]
 
 
 def test_adopting_a_plan_that_gives_other_slabs_is_refused() -> None:
     holdings = hold(UNTIED, "0:3@0 | 3:6@1")
-    message = r"worker 0 holds slabs \[0, 1, 2\], but the plan '0:4@0 | 4:6@1' gives it \[0, 1, 2, 3\]"
-    with pytest.raises(ValueError, match=message.replace("|", r"\|")):
+    message = "worker 0 holds slabs [0, 1, 2], but the plan '0:4@0 | 4:6@1' gives it [0, 1, 2, 3]"
+    with pytest.raises(ValueError, match=re.escape(message)):
         holdings.adopt(Plan.parse("0:4@0 | 4:6@1"))
 
 

@@ -9,41 +9,50 @@ from typing import Any
 
 from megatron_flex.model.layers import LayerList
 from megatron_flex.planner.plan import Plan
+from megatron_flex.schedule.costs import OpCosts
 from megatron_flex.schedule.instructions import Instruction, Program
 from megatron_flex.schedule.list_scheduler import POLICIES, build
+from megatron_flex.schedule.migration import Migration, migrate
+from megatron_flex.schedule.routing import route
 from megatron_flex.schedule.slabs import slab_holders
 from megatron_flex.schedule.transition import Transition, transition
-from tests.unit.schedule.strategies import Case, random_case, random_plan
+from tests.unit.schedule.strategies import Case, random_case, random_costs, random_plan
 
 
 @dataclass(frozen=True)
 class SwitchCase:
-    """A case with the change to the next iteration's plan."""
+    """A case with the change to the next iteration's plan.
+
+    ``pieces``, with costs of their own: some micro-batches run by the next plan already.
+    """
 
     case: Case
     switch: Transition
+    pieces: Migration | None
+    costs: OpCosts
 
     @property
     def layers(self) -> LayerList:
         return self.case.layers
 
     def build(self) -> Program:
-        case = self.case
+        case, pieces = self.case, self.pieces
         return build(
-            case.plan,
+            case.plan if pieces is None else pieces.plan,
             case.layers,
-            case.costs,
+            self.costs,
             case.tokens,
             POLICIES[case.policy],
             world_size=case.world_size,
             turn=case.turn,
             memory=case.memory,
+            table=None if pieces is None else pieces.route,
             switch=self.switch,
         ).program
 
 
 def random_switch(seed: int, devices: int = 16, batches: int = 64) -> SwitchCase:
-    """Any plan to any plan; all early, all late, or each slab its own way."""
+    """Any plan to any plan; all early, all late, or each slab its own way; some migrate at once."""
     case = random_case(seed, devices, batches)
     rng = random.Random(seed + 1)
     units = case.layers.num_units
@@ -56,16 +65,23 @@ def random_switch(seed: int, devices: int = 16, batches: int = 64) -> SwitchCase
         pairs = [(s, d) for s in range(case.layers.num_slabs) for d in range(case.world_size)]
         late = frozenset(pair for pair in pairs if rng.random() < 0.5)
     sizes = [rng.random() for _ in range(case.layers.num_slabs)]
+    switch = transition(
+        case.plan,
+        next_plan,
+        case.layers,
+        sizes=rng.choice([None, sizes]),
+        late=late,
+        server_size=rng.choice([1, 2, 4, 1 << 30]),
+    )
+    if rng.random() < 0.7:
+        return SwitchCase(case, switch, None, case.costs)
+    count, slabs = len(case.tokens), case.layers.num_slabs
+    later = random_costs(rng, len(next_plan.stages), count, slabs)
+    tables = route(case.plan, case.costs), route(next_plan, later)
+    moved = [m for m in range(count) if rng.random() < 0.5]
+    pieces = migrate(switch, *tables, moved, case.layers)
     return SwitchCase(
-        case,
-        transition(
-            case.plan,
-            next_plan,
-            case.layers,
-            sizes=rng.choice([None, sizes]),
-            late=late,
-            server_size=rng.choice([1, 2, 4, 1 << 30]),
-        ),
+        case, switch, pieces, random_costs(rng, len(pieces.plan.stages), count, slabs)
     )
 
 

@@ -190,7 +190,7 @@ def test_an_idle_device_that_joins_reduces_too() -> None:
 def test_a_switch_that_starts_elsewhere_or_leads_nowhere_is_refused() -> None:
     switch = moves("0:4@0 | 4:8@1", "0:8@0")
     costs = OpCosts.uniform(1, 2)
-    with pytest.raises(ValueError, match="the switch starts from '0:4@0 | 4:8@1'"):
+    with pytest.raises(ValueError, match=r"the switch starts from '0:4@0 \| 4:8@1'"):
         build(Plan.parse("0:8@0"), UNTIED, costs, (5, 7), world_size=2, switch=switch)
     far = moves("0:8@0", "0:8@5")
     with pytest.raises(PlanError, match="names device 5, but there are 2 workers"):
@@ -210,5 +210,5 @@ def test_the_text_names_the_next_plan_and_refuses_a_broken_one() -> None:
     text = dumps(program(moves("0:4@0 | 4:8@1", "0:5@0 | 5:8@1")))
     lines = text.splitlines()
     assert lines[5:8] == ["next 0:5@0 | 5:8@1", "device 0", "  RecvState slab=4 peer=1"]
-    with pytest.raises(ValueError, match="line 6.*must start at unit 0"):
+    with pytest.raises(ValueError, match=r"line 6.*must start at unit 0"):
         loads(text.replace("next 0:5", "next 1:5"))
