@@ -6,7 +6,8 @@
 Speed, in one run side by side: the exact straight search of one micro-batching, the whole decision
 with its simulations, and the paper's HBSA with and without its bounds, for the paper's four models
 on their numbers of A100; the search for 258 blocks on 1,024 devices; medians over batches of the
-length mixture. Growth: the search against devices and against units; --plot writes the picture.
+length mixture (CPU time of the one thread that it runs on). Growth: the search against devices and
+against units; --plot writes the picture.
 
 Actions: over batches of 16 and of 32 samples of the mixture, GPT-3.35B on 16 A100: how often HBSA
 and the look-ahead keep, optimise memory, grow, shrink and migrate.
@@ -67,13 +68,13 @@ class Timed:
 
 
 def timed(run: Callable[[], object], repeats: int) -> Timed:
-    """Wall time of a call, after one that warms up."""
+    """CPU time of a call, after one that warms up: all of it runs on one thread."""
     run()
     found = []
     for _ in range(repeats):
-        begin = time.perf_counter()
+        begin = time.process_time()
         run()
-        found.append(time.perf_counter() - begin)
+        found.append(time.process_time() - begin)
     return Timed(tuple(found))
 
 
@@ -148,7 +149,8 @@ def large(devices: int, config: ModelConfig, granule: int, repeats: int) -> dict
 
 def growth(repeats: int) -> dict[str, list[dict[str, float]]]:
     """The search against devices (258 units, whole servers) and against units (256 devices)."""
-    base = model("gpt-128")
+    wide = model("gpt-3.35b")
+    base = replace(wide, num_layers=128)
     by_devices = [large(d, base, 8, repeats) for d in (64, 128, 256, 512, 1024, 2048)]
     by_units = [
         large(256, replace(base, num_layers=n), 8, repeats) for n in (8, 16, 32, 64, 128, 256, 512)

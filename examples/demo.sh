@@ -4,7 +4,7 @@
 #   make demo                                          the whole of it
 #   make demo                                          again: trains on from the checkpoint
 #   make demo WORKERS=2 PLAN="0:6@0 | 6:10@1"          trains on with other workers and stages
-#   make demo PLAN=each                                trains on, with a plan for every iteration
+#   make demo PLAN="0:5@0 | 5:9@1 | 9:10@2,3"           trains on, with one uneven plan
 #
 # Everything it writes is under runs/demo; remove that to start from nothing. WORKERS, PLAN,
 # ITERATIONS (of one run of this script) and RUN (another directory) may be set in the environment.
@@ -15,9 +15,10 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 RUN=${RUN:-runs/demo}
 WORKERS=${WORKERS:-4}
 ITERATIONS=${ITERATIONS:-150}
-# Units of this model: 0 the embedding, 1 to 8 the halves of four layers, 9 the output layer. That
-# one costs nearly as much as three layers, so it gets a stage of its own with two workers.
-if [[ -z ${PLAN:-} && $WORKERS == 4 ]]; then PLAN="0:5@0 | 5:9@1 | 9:10@2,3"; fi
+# A plan for every iteration, unless PLAN is a fixed one or there are other than four workers. A
+# worker may fill 60 MB, so that batches with long samples need more stages than others.
+BUDGET_GB=${BUDGET_GB:-0.06}
+if [[ -z ${PLAN:-} && $WORKERS == 4 ]]; then PLAN=each; fi
 export OMP_NUM_THREADS=1
 
 say() { printf '\n== %s\n' "$*"; }
@@ -71,7 +72,11 @@ TRAINING_ARGS=(
 )
 MODEL_PARALLEL_ARGS=(--distributed-backend gloo)
 if [[ ${PLAN:-} == each ]]; then
-  MODEL_PARALLEL_ARGS+=(--flexpipe)
+  MODEL_PARALLEL_ARGS+=(
+    --flexpipe
+    --flexpipe-memory-budget-gb "$BUDGET_GB"
+    --flexpipe-record "$RUN/plans.txt"
+  )
 elif [[ -n ${PLAN:-} ]]; then
   MODEL_PARALLEL_ARGS+=(--flexpipe-plan "$PLAN")
 else
@@ -108,6 +113,11 @@ if ! torchrun --standalone --nproc-per-node "$WORKERS" pretrain_gpt.py \
   exit 1
 fi
 
+if [[ ${PLAN:-} == each ]]; then
+  say "Switches that the data caused (all of them: $RUN/plans.txt)"
+  python examples/switches.py "$RUN/plans.txt"
+fi
+
 BIN=$(dirname "$(command -v torchrun)")
 BIN=${BIN#"$PWD/"}
 say "Done. In $PWD:"
@@ -121,8 +131,8 @@ Try next, in that directory:
   $BIN/tensorboard --logdir $RUN/tensorboard
   make demo WORKERS=2 PLAN="0:6@0 | 6:10@1"
       the same training goes on with two workers and other stages, as if nothing had changed
-  make demo PLAN=each
-      it goes on with a planner that chooses the stages of every iteration from its samples
+  make demo PLAN="0:5@0 | 5:9@1 | 9:10@2,3"
+      it goes on with four workers in one uneven layout
   $BIN/python tools/draw_schedule.py --devices 4 --tokens 900,120,400,60,300 --schedule gpipe 1f1b
       what four workers do when, on five micro-batches of different lengths
   $BIN/python pretrain_gpt.py --help

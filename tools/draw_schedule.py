@@ -35,6 +35,7 @@ from megatron_flex.schedule.replay import replay_program
 from megatron_flex.schedule.text import load
 
 BEST = "best"
+_TABLES = ("forward", "backward_input", "backward_weight", "transfer", "activation")
 #: Layouts with two stages on each device, in a V.
 V_SHAPED = ("zb-v", BEST)
 
@@ -142,11 +143,14 @@ def planned_and_actual(path: Path, iteration: int | None) -> dict[str, Placement
 
 def _costs(relative: dict[str, list[list[float]]], seconds: float) -> OpCosts:
     """Relative costs, scaled to so much work in all."""
-    parts = ("forward", "backward_input", "backward_weight")
-    scale = seconds / sum(sum(map(sum, relative[part])) for part in parts)
-    times = {p: tuple(tuple(scale * x for x in row) for row in relative[p]) for p in parts}
-    rest = {p: tuple(map(tuple, relative[p])) for p in ("transfer", "activation")}
-    return OpCosts(**times, **rest)
+    tables = {name: tuple(map(tuple, relative[name])) for name in _TABLES}
+    work = ("forward", "backward_input", "backward_weight")
+    scale = seconds / sum(sum(map(sum, tables[name])) for name in work)
+    scaled = {name: tuple(tuple(scale * x for x in row) for row in tables[name]) for name in work}
+    return OpCosts(
+        scaled["forward"], scaled["backward_input"], scaled["backward_weight"],
+        tables["transfer"], tables["activation"],
+    )  # fmt: skip
 
 
 def main(given: Sequence[str] | None = None) -> int:

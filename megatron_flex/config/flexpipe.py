@@ -27,8 +27,8 @@ class FlexpipeOptions:
     flexpipe_planner: Literal["lookahead", "hbsa", "exhaustive", "static"] = option(
         "lookahead", own=True
     )
-    """Who plans: the best sequence over the coming batches; the paper's algorithm; every layout (for
-    a few workers and layers); or the best single layout, which then stays."""
+    """Who plans: the best sequence over the coming batches; the paper's algorithm; every layout
+    (for a few workers and layers); or the best single layout, which then stays."""
 
     flexpipe_lookahead: int = option(4, own=True, at_least=1)
     """Coming batches that are planned together; with --flexpipe-planner static, the batches that

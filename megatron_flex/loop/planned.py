@@ -166,8 +166,8 @@ class PlannedPlans:
         if not candidate.price.fits:
             return _told(
                 self._choice,
-                problem=f"the planner gave no plan for iteration {iteration + 1}, and its batch does"
-                f" not fit the plan before it ({self._choice.plan}): a device lacks"
+                problem=f"the planner gave no plan for iteration {iteration + 1}, and its batch"
+                f" does not fit the plan before it ({self._choice.plan}): a device lacks"
                 f" {candidate.price.missing:.0f} bytes of --flexpipe-memory-budget-gb",
             )
         return _told(replace(self._choice, action="", reason="kept: no decision", late=frozenset()))
@@ -221,8 +221,9 @@ class PlannedPlans:
         return tuple(batch.lengths.tolist())
 
     def _warn(self, what: str) -> None:
-        print(f"warning: {what}; the plan {self._choice.plan} stays ({self._missed} decisions missed"
-              " so far)", file=sys.stderr, flush=True)  # fmt: skip
+        missed = f"{self._missed} decisions missed so far"
+        text = f"warning: {what}; the plan {self._choice.plan} stays ({missed})"
+        print(text, file=sys.stderr, flush=True)
 
 
 def _told(choice: Choice, problem: str = "") -> str:

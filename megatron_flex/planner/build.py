@@ -275,6 +275,13 @@ class ModelCosts:
         return (*own, self.profile.tied_update) if self.layers.tied else tuple(own)
 
     @property
+    def granule(self) -> int:
+        """Group sizes are multiples of this: whole servers on a large cluster, else any."""
+        per_server = self.cluster.devices_per_server
+        large = len(self.devices) > self.options.server_groups_above
+        return per_server if large and len(self.devices) % per_server == 0 else 1
+
+    @property
     def budget(self) -> float:
         """Bytes of a device that training may use."""
         given = self.options.budget

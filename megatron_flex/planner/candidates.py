@@ -129,14 +129,16 @@ class Finder:
     def _plans(
         self, batch: Batch, late: Arrivals | None, stages: Sequence[int]
     ) -> Iterator[tuple[Plan, str]]:
-        tables = self.elements.tables(batch, late)
-        straight = SearchProblem(tables)
+        granule = self.elements.granule
+        tables = self.elements.tables(batch, late, granule)
+        straight = SearchProblem(tables, granule=granule)
         cuts: list[tuple[Cut | None, str]] = [(straight.search(n), "search") for n in stages]
         if any(cut is not None and cut.cost <= tables.chain * (1.0 + TIE) for cut, _ in cuts):
             cuts.append((straight.search(chain=False), "search"))
         if self.elements.options.v and tables.num_elements > 1:
             for first_pass in V_FIRST_PASS:
-                template = SearchProblem(tables, v_steps(tables.work, first_pass))
+                steps = v_steps(tables.work, first_pass)
+                template = SearchProblem(tables, steps, granule)
                 cuts.append((template.search(), "v"))
         for cut, origin in cuts:
             if cut is not None:
@@ -165,7 +167,9 @@ class Finder:
             )
         found: tuple[int, float] | None = None
         for pricer in self.pricers:
-            short = SearchProblem(self.elements.tables(pricer.batch)).shortfall()
+            granule = self.elements.granule
+            tables = self.elements.tables(pricer.batch, None, granule)
+            short = SearchProblem(tables, granule=granule).shortfall()
             if found is None or short < found[0]:
                 found = (short, float(pricer.batch.tokens.max()))
         assert found is not None
@@ -173,6 +177,7 @@ class Finder:
         return Infeasible(
             f"no plan fits: with a largest micro-batch of {tokens:.0f} tokens every one of"
             f" {len(self.units.devices)} devices lacks {short} bytes ({short / 1e9:.3f} GB) of"
-            f" {self.units.budget:.0f} {allowed}".rstrip() + advice,
+            f" {self.units.budget:.0f} {allowed}".rstrip()
+            + advice,
             short,
         )

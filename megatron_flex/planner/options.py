@@ -34,6 +34,8 @@ class PlannerOptions:
             the searches' bound.
         bitwise: gradients are summed exactly, which takes 8 more bytes a parameter.
         simulations: candidates whose schedule is simulated before the choice; 0: none.
+        refinements: simulations spent on moving the chosen plan's cuts, if it is in a V.
+        server_groups_above: with more devices than this, groups are whole servers.
         message_busy: part of a message's time that keeps its receiver from computing.
         host_exposed: part of a host transfer's time that computing does not hide.
         travel: part of an iteration in which links are free for the next plan's state.
@@ -57,6 +59,8 @@ class PlannerOptions:
     exact_memory: bool = False
     bitwise: bool = False
     simulations: int = 4
+    refinements: int = 6
+    server_groups_above: int = 128
     message_busy: float = 0.0
     host_exposed: float = 0.3
     travel: float = 0.8
@@ -75,5 +79,6 @@ class PlannerOptions:
         for name in ("message_busy", "host_exposed", "travel"):
             if not 0.0 <= getattr(self, name) <= 1.0:
                 raise ValueError(f"{name} must be between 0 and 1, not {getattr(self, name)}")
-        if self.simulations < 0:
-            raise ValueError(f"simulations must not be negative: {self.simulations}")
+        for name in ("simulations", "refinements", "server_groups_above"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} must not be negative: {getattr(self, name)}")

@@ -19,10 +19,11 @@ from megatron_flex.model.config import ModelConfig
 from megatron_flex.planner.build import Batch, ModelCosts
 from megatron_flex.planner.candidates import TIE, Candidate, Finder
 from megatron_flex.planner.decision import Decision, Infeasible, Predicted, Reason, action_of
-from megatron_flex.planner.fit import Fitter
+from megatron_flex.planner.fit import MARGIN, Fitter
 from megatron_flex.planner.options import PlannerOptions
 from megatron_flex.planner.plan import Plan, PlanError
 from megatron_flex.planner.pricing import Price
+from megatron_flex.planner.refine import refine
 from megatron_flex.planner.simulation import Prediction
 from megatron_flex.planner.static import static_plan
 from megatron_flex.planner.switching import Running
@@ -205,7 +206,10 @@ class Planner:
             saved = mine.predicted.total - best.predicted.total
             if saved < self.options.margin * mine.predicted.total:
                 best = mine
-        second = next((j for j in judged if j is not best), None)
+        best = self._refine(finder, best, current)
+        second = next(
+            (j for j in judged if j.candidate.plan.stages != best.candidate.plan.stages), None
+        )
         # Conditions compare the current plan with the best other one.
         target = second if mine is best else best
         return Decision(
@@ -227,9 +231,7 @@ class Planner:
         pricer = finder.pricers[candidate.micro_batching]
         return replace(candidate, price=self._fitter.fit(pricer, candidate.price))
 
-    def _fitting(
-        self, finder: Finder, ranked: Sequence[Candidate], number: int
-    ) -> list[Candidate]:
+    def _fitting(self, finder: Finder, ranked: Sequence[Candidate], number: int) -> list[Candidate]:
         """The first ``number`` candidates that fit."""
         found: list[Candidate] = []
         for candidate in ranked:
@@ -258,6 +260,16 @@ class Planner:
         best = min(fitted, key=lambda c: c.price.shortfall).price
         raise finder.infeasible(best)
 
+    def _refine(self, finder: Finder, best: Judged, current: Plan | None) -> Judged:
+        """A chosen V with its cuts moved, if that is faster; a plan that is kept stays as it is."""
+        candidate, simulated = best.candidate, best.simulated
+        kept = current is not None and candidate.plan.stages == current.stages
+        if simulated is None or candidate.origin != "v" or kept:
+            return best
+        pricer = finder.pricers[candidate.micro_batching]
+        price, simulated = refine(pricer, candidate.price, simulated, self.options.refinements)
+        return Judged(replace(candidate, price=price), simulated)
+
     def _judge(self, finder: Finder, candidate: Candidate) -> Judged:
         if self.options.simulations == 0:
             return Judged(candidate, None)
@@ -267,7 +279,8 @@ class Planner:
 
 def running_of(costs: ModelCosts, price: Price, seconds: float | None = None) -> Running:
     """An iteration as the next switch sees it."""
-    spare = tuple(max(0.0, costs.budget - size) for size in price.device_bytes)
+    budget = costs.budget * (1.0 - MARGIN if costs.options.exact_memory else 1.0)
+    spare = tuple(max(0.0, budget - size) for size in price.device_bytes)
     return Running(price.plan, price.seconds if seconds is None else seconds, spare)
 
 

@@ -80,8 +80,17 @@ class Pricer:
 
     @cached_property
     def problem(self) -> SearchProblem:
-        """The tables of the batch, without a current plan."""
+        """The tables of the batch, without a current plan, for groups of the searched sizes."""
+        return SearchProblem(self.costs.tables(self.batch, None, self.costs.granule))
+
+    @cached_property
+    def _any_size(self) -> SearchProblem:
         return SearchProblem(self.costs.tables(self.batch))
+
+    def problem_of(self, plan: Plan) -> SearchProblem:
+        """The tables that know the plan's degrees."""
+        granule = self.costs.granule
+        return self._any_size if any(d % granule for d in plan.degrees) else self.problem
 
     def price(self, plan: Plan) -> Price:
         """The price of a plan's layout; its own O_plan is replaced by the cheapest that fits."""
@@ -106,9 +115,10 @@ class Pricer:
         return 0.5 * (price.before_update + max(wave, price.before_update)) + update
 
     def _price(self, plan: Plan) -> Price:
-        tables = self.problem.tables
+        problem = self.problem_of(plan)
+        tables = problem.tables
         groups = groups_of(tables, plan)
-        cost = self.problem.price(groups)
+        cost = problem.price(groups)
         missing = max(c.missing for c in cost.groups)
         if missing <= 0:
             parts = (GroupOptimisation(),) * len(groups)
@@ -149,10 +159,11 @@ class Pricer:
 
     def _shortfall(self, plan: Plan) -> float:
         """Bytes that the fullest group lacks after all that memory optimisation can save."""
-        tables = self.problem.tables
+        problem = self.problem_of(plan)
+        tables = problem.tables
         groups = groups_of(tables, plan)
         worst = 0.0
-        for group, terms in zip(groups, self.problem.price(groups).groups, strict=True):
+        for group, terms in zip(groups, problem.price(groups).groups, strict=True):
             saved = sum(
                 size
                 for number, (begin, end) in enumerate(group.chunks)

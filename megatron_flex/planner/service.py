@@ -2,9 +2,9 @@
 
     python -m megatron_flex.planner.service < questions > answers
 
-The first line sets it up (:class:`Setup`); each further line is a :class:`Question`, answered by one
-line. It holds no state that a decision depends on but the running correction of its predictions,
-which travels in the answers. A process, not a thread: a busy Python thread slows a worker down.
+The first line sets it up (:class:`Setup`); each further line is a :class:`Question`, answered by
+one line. It holds no state that a decision depends on but the running correction of its
+predictions, which travels in the answers. A process, not a thread: a busy Python thread slows a worker down.
 """
 
 from __future__ import annotations

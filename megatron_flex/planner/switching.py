@@ -196,6 +196,12 @@ def travelling(costs: ModelCosts, slab: int, degree: int) -> float:
     return state.parameters + (optimizer / degree if costs.options.shard_optimizer else optimizer)
 
 
+def joiner_bytes(costs: ModelCosts, slab: int) -> float:
+    """Bytes of a slab that do not travel: its gradients, and their exact sums."""
+    gradients = costs.slab_gradients[slab]
+    return 3.0 * gradients if costs.options.bitwise else gradients
+
+
 def _moves(costs: ModelCosts, running: Running, plan: Plan, early: bool) -> list[Move]:
     """What must travel. Sources: on the same server if possible, the least loaded first."""
     before, after = slab_holders(running.plan, costs.layers), slab_holders(plan, costs.layers)
@@ -216,9 +222,11 @@ def _moves(costs: ModelCosts, running: Running, plan: Plan, early: bool) -> list
             server = costs.cluster.server_of(device)
             source = min(sources, key=lambda d: (costs.cluster.server_of(d) != server, load[d], d))
             load[source] += need
-            fits = early and spare[device] >= need
+            # Its gradients come into being with it.
+            room = need + (0.0 if device in old else joiner_bytes(costs, slab))
+            fits = early and spare[device] >= room
             if fits:
-                spare[device] -= need
+                spare[device] -= room
             moves.append(
                 Move(slab, source, device, need, Way.JOIN_EARLY if fits else Way.HAND_OVER)
             )

@@ -1,6 +1,6 @@
 """Point-to-point messages, with every size known before anything is posted.
 
-Sends never block: the worker goes on and the buffer is kept until the peer has taken it.
+Sends never block: the worker goes on, and the buffer is kept until the peer has taken it.
 Activations and gradients are received ahead of their use, in program order, a bounded number at a
 time, so that the peer's send completes while this worker still computes.
 """
@@ -13,6 +13,7 @@ from collections.abc import Iterable
 import torch
 import torch.distributed as dist
 
+from megatron_flex.runtime.deliveries import Deliveries
 from megatron_flex.runtime.failure import lost
 from megatron_flex.runtime.world import World
 from megatron_flex.schedule.instructions import (
@@ -50,7 +51,7 @@ class Communicator:
         self._dtype = dtype
         self._expected: deque[Transfer] = deque()
         self._posted: deque[tuple[Transfer, torch.Tensor, dist.Work]] = deque()
-        self._sent: deque[tuple[Transfer, torch.Tensor, dist.Work]] = deque()
+        self._sent = Deliveries(world)
 
     def expect(self, instructions: Iterable[Instruction]) -> None:
         """Start an iteration whose receives are those among ``instructions``, in that order."""
@@ -77,8 +78,8 @@ class Communicator:
         tensor = tensor.contiguous()
         assert self._world.pipeline is not None
         with explain(op, self._world):
-            self._sent.append((op, tensor, self._world.pipeline.send(tensor, op.peer)))
-        self._forget()
+            work = self._world.pipeline.send(tensor, op.peer)
+        self._sent.add(op, tensor, work)
 
     def receive(self, op: Transfer) -> torch.Tensor:
         """Wait for the message that ``op`` names."""
@@ -87,20 +88,11 @@ class Communicator:
             raise ValueError(f"'{op}' is due, but '{posted}' was posted first")
         with explain(op, self._world):
             work.wait(self._world.timeout)
-        self._forget()
         self._post()
         return buffer
 
-    def _forget(self) -> None:
-        """Let go of what has been sent."""
-        while self._sent and self._sent[0][2].is_completed():
-            self._sent.popleft()
-
     def finish(self) -> None:
         """End an iteration: wait until every message is delivered."""
-        while self._sent:
-            op, _, work = self._sent.popleft()
-            with explain(op, self._world):
-                work.wait(self._world.timeout)
+        self._sent.finish()
         if self._posted or self._expected:
             raise ValueError(f"a receive was never used: {[str(p[0]) for p in self._posted]}")

@@ -1,8 +1,8 @@
 """The lines that a run prints, field for field as Megatron-LM 0.16 does.
 
 Between the throughput (or the elapsed time) and the learning rate there are additional fields:
-``tokens/s`` and ``padding``, before them ``MFU`` if it is known, and after them, where plans change,
-the plan, why it was chosen, and how it went (of the last iteration).
+``tokens/s`` and ``padding``, before them ``MFU`` if it is known, and after them, where plans
+change, the plan, why it was chosen, and how it went (of the last iteration).
 """
 
 from __future__ import annotations

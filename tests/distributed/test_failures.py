@@ -23,6 +23,7 @@ import torch.distributed as dist
 
 from megatron_flex.checkpoint.layout import iterations_in, latest
 from megatron_flex.checkpoint.load import verify
+from megatron_flex.runtime import failure
 from megatron_flex.runtime.failure import EXIT_PEER_LOST
 from megatron_flex.runtime.world import World
 from tests.distributed import jobs
@@ -122,7 +123,7 @@ def late_worker(sleeper: int) -> None:
     """One worker does not begin the second iteration within the others' time-out of 2 s."""
     world = World.create(torch.device("cpu"), timedelta(seconds=2))
     if dist.get_rank() == sleeper:
-        time.sleep(8)
+        time.sleep(5)
         return
     World.create = classmethod(lambda cls, device, timeout: world)  # type: ignore[method-assign, assignment]
     jobs.train(jobs.TINY, "0:3@0 | 3:8@1", 1)
@@ -229,9 +230,14 @@ def test_an_incomplete_environment_is_one_clear_error(tmp_path: Path) -> None:
 # ---- bad input -------------------------------------------------------------------------------
 
 
-def refused(directory: Path, flags: list[str], size: int = 2, **options: Any) -> str:
+def impatient(rank: int) -> None:
+    """Workers that lost a peer give way for a moment only."""
+    failure.GRACE = 0.3
+
+
+def refused(directory: Path, flags: list[str], size: int = 2, before: Any = impatient) -> str:
     """Run a job that must end with one message and no traceback; returns the message."""
-    with Job(directory).start("pretrain_gpt.py", flags, size=size, **options) as job:
+    with Job(directory).start("pretrain_gpt.py", flags, size=size, before=before) as job:
         statuses = job.wait(30)
     assert 0 not in statuses
     assert statuses.count(1) >= 1
@@ -350,6 +356,7 @@ def test_a_checkpoint_of_another_schedule_names_the_flag(tmp_path: Path, finishe
 
 def full_disk(rank: int) -> None:
     """Files of worker 1 cannot grow beyond 4,000 bytes: as errno ENOSPC, but for one process."""
+    impatient(rank)
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     if rank == 1:
         from megatron_flex.loop.checkpointing import Checkpoints

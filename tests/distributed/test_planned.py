@@ -81,9 +81,9 @@ def disturbed(argv: Sequence[str], number: int) -> runs.Run:
     def disturb(trainer: Trainer, *arguments: object) -> object:
         result = step(trainer, *arguments)  # type: ignore[arg-type]
         plans = trainer.plans
-        if trainer.progress.iteration == 3 and isinstance(plans, planned.PlannedPlans):
-            if plans._process is not None:
-                os.kill(plans._process.pid, number)
+        process = plans._process if isinstance(plans, planned.PlannedPlans) else None
+        if trainer.progress.iteration == 3 and process is not None:
+            os.kill(process.pid, number)
         return result
 
     Trainer._step = disturb  # type: ignore[method-assign, assignment]

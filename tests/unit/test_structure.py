@@ -51,7 +51,7 @@ def _modules() -> dict[str, ast.Module]:
 
 def _imported(tree: ast.Module, known: frozenset[str]) -> set[str]:
     """Full names of what a module imports, wherever in it; a module where one is meant."""
-    found = set()
+    found: set[str] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             found.update(alias.name for alias in node.names)

@@ -351,6 +351,13 @@ def test_an_extra_send_of_a_slab_that_stays_is_refused() -> None:
     assert refused(broken, message) == (2, end(broken, 2))
 
 
+def test_an_update_waits_until_what_was_sent_early_is_taken() -> None:
+    built = program()
+    broken = inserted(built, 2, 0, SendState(4, 3))
+    message = "waits for devices 3 to take the state of slab 4, which never happens"
+    assert refused(broken, message) == find(broken, UpdateOrSkip, slab=4, on=2)[:2]
+
+
 def test_two_devices_that_drop_before_they_make_room_are_refused_as_a_deadlock() -> None:
     swap = transition(Plan.parse("0:4@0 | 4:8@1"), Plan.parse("0:4@1 | 4:8@0"), LAYERS, late=None)
     costs = OpCosts.scaled([4, 4], TOKENS)

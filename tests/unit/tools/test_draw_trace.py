@@ -51,7 +51,9 @@ def test_planned_and_actual_have_the_same_work_and_their_own_times(trace: Path) 
     assert actual.order == planned.order
 
 
-def test_the_tool_draws_both(trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_tool_draws_both(
+    trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     picture = tmp_path / "picture.svg"
     assert draw_schedule.main(["--trace", str(trace), "--output", str(picture)]) == 0
     printed = capsys.readouterr().out

@@ -1,0 +1,52 @@
+"""Refinement of cuts by simulation, plans in a V, and whole servers on large clusters."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron_flex.planner.plan import Plan
+from megatron_flex.planner.refine import refine
+from tests.unit.planner.instances_real import drawn_batch, small_model, small_planner
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_badly_cut_plan_gets_better_and_never_worse(seed: int) -> None:
+    planner = small_planner(4)
+    pricer = planner.finder([drawn_batch(seed)]).pricers[0]
+    price = pricer.price(Plan.parse("0:2@0 | 2:4@1 | 4:6@2 | 6:14@3"))
+    simulated = pricer.simulate(price)
+    assert simulated is not None
+    better, time = refine(pricer, price, simulated, 12)
+    assert time.seconds < simulated.seconds
+    assert better.plan.degrees == price.plan.degrees
+    better.plan.check(14, 4)
+    again, same = refine(pricer, price, simulated, 0)
+    assert (again, same) == (price, simulated)
+
+
+def test_plans_in_a_v_are_considered_and_beat_straight_ones_where_they_should() -> None:
+    # Whole layers, a head worth more than a layer, few devices: straight cuts are coarse.
+    config = small_model(5)
+    batch = drawn_batch(3, samples=64)
+    straight = small_planner(4, config=config, unit="layer", simulations=4)
+    both = small_planner(4, config=config, unit="layer", simulations=8, v=True)
+    one, other = straight.decide([batch], None), both.decide([batch], None)
+    assert other.predicted.seconds <= one.predicted.seconds * (1 + 1e-9)
+    finder = both.finder([batch])
+    found = [c for c in finder.searched(None) if c.origin == "v"]
+    assert found
+    for candidate in found:
+        groups = [s.group for s in candidate.plan.stages]
+        assert any(groups.count(g) == 2 for g in groups)
+
+
+def test_on_a_large_cluster_groups_are_whole_servers() -> None:
+    small, large = small_planner(8), small_planner(8, server_groups_above=4)
+    assert (small.elements.granule, large.elements.granule) == (1, 4)
+    batch = drawn_batch(1, samples=64)
+    decision = large.decide([batch], None)
+    assert all(len(s.group) % 4 == 0 for s in decision.plan.stages)
+    # Any other plan can still be priced.
+    odd = Plan.parse("0:6@0-2 | 6:14@3-7")
+    ours, theirs = (p.finder([batch]).pricers[0].price(odd) for p in (large, small))
+    assert ours.seconds == pytest.approx(theirs.seconds)
