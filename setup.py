@@ -16,7 +16,7 @@ from kernels.build import PRODUCTS, build_library, find_cmake
 
 
 class BuildNative(build_ext):
-    """Puts library and manager beside ``megatron_flex/native.py``, in the source tree or in the wheel."""
+    """Puts library and manager beside ``megatron_flex/native.py``, in the tree or in the wheel."""
 
     editable_mode: bool = False
 

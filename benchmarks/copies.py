@@ -231,7 +231,10 @@ def hand_over(size: int, chunk: int, repeats: int) -> None:
     arms: dict[str, Arm] = {
         "one memcpy": Memcpy(source, other, size, 1),
         "pipelined": lambda: reader.hand_over(source, next(versions)),
-        "PyTorch's copy in, then out": lambda: (reader.arena.copy_(source), other.copy_(reader.arena)),
+        "PyTorch's copy in, then out": lambda: (
+            reader.arena.copy_(source),
+            other.copy_(reader.arena),
+        ),
         "torch.save and torch.load in memory": save_and_load,
     }
     seconds = interleaved(arms, repeats)

@@ -1,6 +1,6 @@
 """What a switch of plans costs, by each way of switching, with real workers on this machine.
 
-    python benchmarks/switch.py                  live, hand-over and stalling, about 5 minutes
+    python benchmarks/switch.py                  all but suspend-resume, about 5 minutes a size
     python benchmarks/switch.py --restarts 30    suspend-resume too (10 s or more each)
 
 Two workers train the same batch over and over; every third iteration a layer moves from one to the
@@ -10,6 +10,10 @@ other, or back. Ways are interleaved within one run. For each switch after itera
             the median of the same gap without a switch;
     extra   time of iterations k and k+1, less the medians of iterations on the two plans without
             a switch.
+
+Ways: "live" sends the state while iteration k computes; "handover" after its update, through the
+host memory of the server (TwinLayers); "messages" the same by messages (without TwinLayers);
+"stall" between iterations while all wait.
 """
 
 from __future__ import annotations
@@ -41,12 +45,23 @@ from megatron_flex.arguments import parse
 from megatron_flex.loop.assemble import assemble
 from megatron_flex.loop.iteration import Iterations, cost_coefficients
 from megatron_flex.planner.plan import Plan
+from megatron_flex.runtime.arena import ArenaTransport
 from megatron_flex.runtime.executor import Executor
 from megatron_flex.runtime.holdings import Holdings
 from megatron_flex.runtime.optimizer import OptimizerConfig, StepSize
 from megatron_flex.runtime.world import World
+from megatron_flex.twinlayer.manager import Shape, start
+from megatron_flex.twinlayer.worker import Member, TwinLayers
 
-WAYS: tuple[Literal["live", "handover", "stall"], ...] = ("live", "handover", "stall")
+WAYS: dict[str, Literal["live", "handover", "stall"]] = {
+    "live": "live",
+    "handover": "handover",
+    "messages": "handover",
+    "stall": "stall",
+}
+"""How to switch, and the value of --flexpipe-switch that does it."""
+PAPER = {"handover": 0.98, "messages": 3.0, "stall": 3.55, "suspend-resume": 10.0}
+"""Seconds of figure 10c of the paper: GPT-3.35B within a server."""
 PERIOD = 3  # iterations on a plan; the last of them switches
 STEP = StepSize(1e-4, 0.01)
 
@@ -92,20 +107,22 @@ def worker(rank: int, rendezvous: str, arguments: argparse.Namespace, out: str) 
     parts = assemble(config)
     first, second = map(Plan.parse, plans(arguments.layers))
     holdings = Holdings(parts.model, first, rank, world.device)
-    iterations = Iterations(
-        config,
-        first,
-        Executor(world, holdings, OptimizerConfig()),
-        cost_coefficients(parts.model),
-    )
+    total = sum(holdings.state_bytes(slab) for slab in range(parts.model.layers.num_slabs))
+    socket = Path(rendezvous).with_name("twin.sock")
+    with_memory = Executor(world, holdings, OptimizerConfig(), arena(world, socket, 2 * total))
+    by_messages = Executor(world, holdings, OptimizerConfig())
+    by_messages.clock = with_memory.clock  # a gap may begin with one and end with the other
+    iterations = Iterations(config, first, with_memory, cost_coefficients(parts.model))
     source = parts.train
     assert source is not None
     batch = source.batch(0, arguments.samples)
     samples = []
     for cycle in range(1 + arguments.cycles):
-        for way in WAYS:
-            chosen = replace(config.flexpipe, flexpipe_switch=way)
+        for way, value in WAYS.items():
+            chosen = replace(config.flexpipe, flexpipe_switch=value)
             iterations.config = replace(config, flexpipe=chosen)
+            iterations.executor.settle()
+            iterations.executor = with_memory if way == "handover" else by_messages
             for plan, following in ((first, second), (second, first)):
                 for position in range(PERIOD):
                     began = time.perf_counter()
@@ -121,6 +138,16 @@ def worker(rank: int, rendezvous: str, arguments: argparse.Namespace, out: str) 
         state = sum(s.state.nbytes for s in holdings if s.index in (3, 4))
         result_ = {"state": state, "samples": [vars(s) for s in samples]}
         Path(out).write_text(json.dumps(result_))
+
+
+def arena(world: World, socket: Path, room: int) -> ArenaTransport:
+    """Hand-overs through ``room`` bytes of host memory; their manager ends after the workers."""
+    if world.rank == 0:
+        start(socket, "benchmark", Shape(0, 0, room))
+    world.barrier()
+    member = Member(world.rank, "first", world.size, 1.0, world.timeout.total_seconds())
+    layers = TwinLayers(socket, member, world.device)
+    return ArenaTransport(world.rank, (0,) * world.size, layers.hand_overs)
 
 
 def suspend_resume(arguments: argparse.Namespace, directory: Path) -> list[float]:
@@ -166,38 +193,48 @@ def report(state: int, samples: list[Sample], restarts: list[float]) -> None:
           f" iteration: {mean * 1e3:.0f} ms; usual gap: {gap * 1e3:.1f} ms")  # fmt: skip
     print(f"{'':16}{'switches':>9} {'stall (ms)':>19} {'extra (ms)':>19}  of an iteration")
     print(f"{'':25} {'median':>9} {'p90':>9} {'median':>9} {'p90':>9}  {'stall':>6} {'extra':>6}")
+    medians = {}
     for way in WAYS:
-        mine = [s for s in samples if s.way == way]
         stalls, extras = [], []
-        for before, after in pairwise(mine):
-            if before.position == PERIOD - 1 and after.position == 0:
+        for before, after in pairwise(samples):  # the gap comes in the iteration after, of any way
+            if before.way == way and before.position == PERIOD - 1 and after.position == 0:
                 stalls.append(after.gap - gap)
                 both = before.elapsed + after.elapsed
                 extras.append(both - usual[before.plan] - usual[after.plan])
+        medians[way] = statistics.median(stalls)
         print(f"{way:16}{len(stalls):9d} {spread(stalls)} {spread(extras)}"
               f"  {100 * statistics.median(stalls) / mean:5.1f}%"
               f" {100 * statistics.median(extras) / mean:5.1f}%")  # fmt: skip
     if restarts:
         print(f"{'suspend-resume':16}{len(restarts):9d} {spread(restarts)}"
               f"{'':20}  {100 * statistics.median(restarts) / mean:5.0f}%")  # fmt: skip
+        medians["suspend-resume"] = statistics.median(restarts)
+    for way in [way for way in medians if way in PAPER and way != "handover"]:
+        ratio = max(medians[way], 0.0) / max(medians["handover"], 1e-4)
+        print(f"stall of {way} / hand-over through host memory: {ratio:.1f}"
+              f" (figure 10c, GPT-3.35B: {PAPER[way] / PAPER['handover']:.1f})")  # fmt: skip
 
 
 def main() -> None:
     """Run and print."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--hidden-size", type=int, default=512)
+    parser.add_argument(
+        "--hidden-sizes", type=int, nargs="+", default=[512, 768], help="one table for each"
+    )
     parser.add_argument("--samples", type=int, default=8, help="samples in the batch")
     parser.add_argument("--cycles", type=int, default=16, help="two switches of each way a cycle")
     parser.add_argument("--restarts", type=int, default=0, help="switches by suspend-resume")
     arguments = parser.parse_args()
-    with tempfile.TemporaryDirectory() as name:
-        directory = Path(name)
-        out = directory / "samples.json"
-        mp.spawn(worker, (str(directory / "meet"), arguments, str(out)), nprocs=2)
-        found = json.loads(out.read_text())
-        restarts = suspend_resume(arguments, directory) if arguments.restarts else []
-    report(found["state"], [Sample(**s) for s in found["samples"]], restarts)
+    for size in arguments.hidden_sizes:
+        arguments.hidden_size = size
+        with tempfile.TemporaryDirectory() as name:
+            directory = Path(name)
+            out = directory / "samples.json"
+            mp.spawn(worker, (str(directory / "meet"), arguments, str(out)), nprocs=2)
+            found = json.loads(out.read_text())
+            restarts = suspend_resume(arguments, directory) if arguments.restarts else []
+        report(found["state"], [Sample(**s) for s in found["samples"]], restarts)
 
 
 if __name__ == "__main__":

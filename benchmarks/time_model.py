@@ -164,7 +164,7 @@ def draw_instance(seed: int) -> Instance | None:
         if len(set(plan.degrees)) == 1 and not split:
             return None
     price = pricer.price(disturb(r, plan))
-    simulated = predict(costs, price.plan, batch)
+    simulated = predict(costs, price.plan, batch, tries=4)
     assert simulated is not None
     return Instance(shape, spread, price.seconds, pricer.refined(price), simulated.seconds)
 

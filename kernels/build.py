@@ -1,4 +1,6 @@
-"""Builds the native library and the manager program with CMake; used by ``setup.py``, ``make native`` and the tests.
+"""Builds the native library and the manager program with CMake.
+
+``setup.py``, ``make native`` and the tests use it.
 
 ``python kernels/build.py`` builds into the package of this source tree.
 """

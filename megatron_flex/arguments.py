@@ -19,8 +19,9 @@ from megatron_flex.config.option import Option, options
 from megatron_flex.config.refused import BY_FLAG, VALUES
 from megatron_flex.config.validate import problems
 from megatron_flex.model.config import ModelConfig
+from megatron_flex.model.layers import Kind
 from megatron_flex.planner.plan import Plan, PlanError
-from megatron_flex.planner.static import REFERENCE_LENGTH, static_plan
+from megatron_flex.planner.static import REFERENCE_LENGTH, recomputed, static_plan
 
 NOMINAL_VOCABULARY = 32768
 """Stands in for the tokenizer's size where only the cut into stages is checked."""
@@ -118,9 +119,9 @@ def plan_of(config: Config, model: ModelConfig, *, length: float | None = None) 
             plan.check(model.layers.num_units, config.world_size)
         except PlanError as error:
             raise PlanError(f"--flexpipe-plan: {error}") from None
-        return plan
+        return _recompute(config, plan, model)
     p = config.parallel
-    return static_plan(
+    plan = static_plan(
         model,
         p.pipeline_model_parallel_size,
         config.world_size,
@@ -129,6 +130,19 @@ def plan_of(config: Config, model: ModelConfig, *, length: float | None = None) 
         layout=p.pipeline_model_parallel_layout,
         length=REFERENCE_LENGTH if length is None else length,
     )
+    return _recompute(config, plan, model)
+
+
+def _recompute(config: Config, plan: Plan, model: ModelConfig) -> Plan:
+    """The plan with what the flags recompute."""
+    r = config.recompute
+    if r.selective:
+        kinds = {{"core_attn": Kind.ATTENTION, "mlp": Kind.MLP}[name] for name in r.halves}
+        return recomputed(plan, model.layers, kinds)
+    if r.recompute_granularity is None:
+        return plan
+    first = r.recompute_num_layers if r.recompute_method == "block" else None
+    return recomputed(plan, model.layers, {Kind.ATTENTION, Kind.MLP}, first)
 
 
 def dump(config: Config) -> str:

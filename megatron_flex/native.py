@@ -36,8 +36,10 @@ SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     ),
     "mflex_bias_dropout_add_by_lanes": (
         None,
-        [*(_POINTER,) * 4, _ULONG, _LONG, _LONG, ctypes.c_uint32, _FLOAT, _INT, _POINTER]
-        + [_LONG, _LONG],
+        [
+            *(*(_POINTER,) * 4, _ULONG, _LONG, _LONG),
+            *(ctypes.c_uint32, _FLOAT, _INT, _POINTER, _LONG, _LONG),
+        ],
     ),
     # fixed_point.cpp
     "mflex_fixed_accumulate": (_INT, [_POINTER, _POINTER, _LONG, _INT, _INT]),

@@ -18,7 +18,7 @@
 namespace mflex {
 namespace {
 
-constexpr int64_t kGrain = 1 << 15;           // elements
+constexpr int64_t kGrain = 1 << 15;            // elements
 constexpr double kLimit = 2251799813685248.0;  // 2^51
 constexpr double kMagic = 6755399441055744.0;  // 1.5 * 2^52
 

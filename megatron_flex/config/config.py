@@ -18,6 +18,7 @@ from megatron_flex.config.option import Option, options
 from megatron_flex.config.parallel import ParallelOptions
 from megatron_flex.config.precision import PrecisionOptions
 from megatron_flex.config.profiling import ProfilingOptions
+from megatron_flex.config.recompute import RecomputeOptions
 from megatron_flex.config.tokenizer import TokenizerOptions
 from megatron_flex.config.training import TrainingOptions
 from megatron_flex.model.config import ModelConfig
@@ -35,6 +36,7 @@ GROUPS: dict[str, type] = {
     "evaluation": EvaluationOptions,
     "profiling": ProfilingOptions,
     "parallel": ParallelOptions,
+    "recompute": RecomputeOptions,
     "precision": PrecisionOptions,
     "flexpipe": FlexpipeOptions,
 }
@@ -63,6 +65,7 @@ class Config:
     evaluation: EvaluationOptions
     profiling: ProfilingOptions
     parallel: ParallelOptions
+    recompute: RecomputeOptions
     precision: PrecisionOptions
     flexpipe: FlexpipeOptions
     given: frozenset[str] = field(default=frozenset(), compare=False)

@@ -25,16 +25,19 @@ def _refuse(flags: str, reason: str, instead: str) -> Refusal:
 
 
 _STATIC = "the plan is the same for all iterations in this version"
-_NO_RECOMPUTE = "activations are not recomputed in this version"
 _DENSE = "models are dense GPT and BERT"
 
 FLAGS: tuple[Refusal, ...] = (
-    # Arrives with memory optimisation.
+    # Memory.
     _refuse(
-        "recompute-activations recompute-granularity recompute-method recompute-num-layers"
-        " recompute-modules distribute-saved-activations checkpoint-activations",
-        _NO_RECOMPUTE,
-        "lower --micro-batch-tokens, or use more stages",
+        "distribute-saved-activations",
+        "it divides them over tensor-parallel workers, of which there is one",
+        "remove it",
+    ),
+    _refuse(
+        "checkpoint-activations",
+        "Megatron-LM no longer has it",
+        "use --recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
     ),
     _refuse(
         "use-distributed-optimizer overlap-param-gather overlap-param-gather-with-optimizer-step"
@@ -316,6 +319,13 @@ VALUES: dict[str, dict[str, str]] = {
     "--timing-log-level": {
         "": "iterations are timed as a whole in this version; use --profile --use-pytorch-profiler"
         " for their parts",
+    },
+    "--recompute-modules": {
+        "layernorm": "a norm is recomputed with its half of the layer; use core_attn or mlp",
+        "mla_up_proj": "there is no latent attention; use core_attn",
+        "moe": "models are dense; use mlp",
+        "moe_act": "models are dense; use mlp",
+        "shared_experts": "models are dense; use mlp",
     },
     "--optimizer": {
         "sgd": "only Adam's state travels with the layers; use adam",

@@ -337,6 +337,50 @@ def _parallel(config: Config) -> Problems:
         )
 
 
+def _recompute(config: Config) -> Problems:
+    r, f, given = config.recompute, config.flexpipe, config.given
+    chosen = [flag_of(n) for n in sorted(given) if n.startswith("recompute_")]
+    if not chosen:
+        return
+    if f.flexpipe or f.flexpipe_plans is not None:
+        if f.flexpipe:
+            yield (
+                f"{', '.join(chosen)}: with --flexpipe the planner chooses what is recomputed,"
+                " within --flexpipe-memory-budget-gb; remove it"
+            )
+        else:
+            yield f"{', '.join(chosen)}: the plans in --flexpipe-plans say what is recomputed"
+        return
+    if f.flexpipe_plan is not None and "recompute" in f.flexpipe_plan:
+        yield f"{', '.join(chosen)}: --flexpipe-plan says what is recomputed; remove one of them"
+    full = r.recompute_granularity == "full"
+    if full and r.recompute_activations:
+        yield (
+            "--recompute-activations means --recompute-granularity selective, not full: remove one"
+            " of them"
+        )
+        return
+    yield from _without(
+        config,
+        "--recompute-granularity full",
+        full,
+        ("recompute_method", "recompute_num_layers"),
+    )
+    yield from _without(
+        config, "--recompute-granularity selective", r.selective, ("recompute_modules",)
+    )
+    if full and (r.recompute_method is None or r.recompute_num_layers is None):
+        yield (
+            "--recompute-granularity full needs --recompute-method and --recompute-num-layers:"
+            " uniform and 1 recompute all layers"
+        )
+    elif full and r.recompute_method == "uniform" and r.recompute_num_layers != 1:
+        yield (
+            f"--recompute-num-layers {r.recompute_num_layers} with --recompute-method uniform would"
+            " keep one input for several layers, but each half of a layer keeps its own here: use 1"
+        )
+
+
 def _switching(config: Config) -> Problems:
     f = config.flexpipe
     changing = f.flexpipe or f.flexpipe_plans is not None
@@ -392,5 +436,6 @@ _CHECKS: tuple[Callable[[Config], Problems], ...] = (
     _logging,
     _evaluation,
     _parallel,
+    _recompute,
     _switching,
 )

@@ -18,7 +18,7 @@ from megatron_flex.schedule.costs import OpCosts
 from megatron_flex.schedule.list_scheduler import policy, search, simulate
 from megatron_flex.schedule.placement import Placement
 from megatron_flex.schedule.slabs import slab_holders
-from megatron_flex.schedule.timeline import timeline
+from megatron_flex.schedule.timeline import Timeline, timeline
 
 SEARCHED = "zb"
 """Name of the schedule that is chosen among several rules and orders by simulation."""
@@ -30,15 +30,24 @@ class Prediction:
 
     Attributes:
         seconds: the whole iteration, with reductions, the global norm and the update.
-        bubble: mean part of the time in which a device that holds a stage waits.
         device_bytes: peak bytes on each device of the world, 0 where it is idle.
-        placement: every operation with its time.
+        timeline: every operation, reduction and update with its time.
     """
 
     seconds: float
-    bubble: float
     device_bytes: tuple[float, ...]
-    placement: Placement
+    timeline: Timeline
+
+    @property
+    def placement(self) -> Placement:
+        """Every operation with its time."""
+        return self.timeline.placement
+
+    @property
+    def bubble(self) -> float:
+        """Mean part of the time in which a device that holds a stage waits."""
+        devices = self.placement.problem.plan.devices
+        return sum(self.timeline.bubble(d) for d in devices) / len(devices)
 
     @property
     def peak(self) -> float:
@@ -151,7 +160,7 @@ def predict(
     batch: Batch,
     *,
     stop: float = math.inf,
-    tries: int = 4,
+    tries: int = 2,
 ) -> Prediction | None:
     """Simulate one iteration; ``None`` when it takes longer than ``stop`` seconds.
 
@@ -184,5 +193,4 @@ def predict(
         fixed[d] + (placement.peak[d] if d < len(placement.peak) else 0.0)
         for d in range(costs.cluster.world_size)
     )
-    bubbles = [line.bubble(d) for d in plan.devices]
-    return Prediction(line.makespan, sum(bubbles) / len(bubbles), size, placement)
+    return Prediction(line.makespan, size, line)

@@ -8,13 +8,14 @@ counted as one device, stage ``s`` is held by devices ``s * DP`` to ``(s + 1) * 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from dataclasses import replace
 from typing import Literal
 
 import numpy as np
 
 from megatron_flex.model.config import ModelConfig
-from megatron_flex.model.layers import LayerList
+from megatron_flex.model.layers import Kind, LayerList
 from megatron_flex.planner.flops import model_work
 from megatron_flex.planner.plan import Plan, PlanError, Stage
 
@@ -86,6 +87,21 @@ def static_plan(
             for s in range(pipeline_size)
         )
     )
+
+
+def recomputed(
+    plan: Plan, layers: LayerList, kinds: Collection[Kind], first: int | None = None
+) -> Plan:
+    """The plan with all halves of layers of some kinds recomputed.
+
+    ``first``: only so many layers of each stage, from its first on (two halves make a layer).
+    """
+    units: list[int] = []
+    for stage in plan.stages:
+        halves = [u for u in layers.units[stage.start : stage.stop] if u.layer is not None]
+        most = len(halves) if first is None else 2 * first
+        units += [u.index for u in halves[:most] if u.kind in kinds]
+    return replace(plan, o_plan=replace(plan.o_plan, recompute=tuple(units)))
 
 
 def cut_points(layers: LayerList, unit: UnitChoice) -> tuple[int, ...]:

@@ -170,6 +170,39 @@ def test_the_plan_follows_from_the_flags() -> None:
     assert plan_of(c, c.model_config(1000)) == Plan.parse("0:5@0,1 | 5:10@2")
 
 
+@pytest.mark.parametrize(
+    ("flags", "units"),
+    [
+        ("--recompute-activations", "1,3,5,7"),
+        ("--recompute-granularity selective --recompute-modules mlp", "2,4,6,8"),
+        ("--recompute-granularity selective --recompute-modules core_attn mlp", "1-8"),
+        (
+            "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+            "1-8",
+        ),
+        (
+            "--recompute-granularity full --recompute-method block --recompute-num-layers 1",
+            "1-2,5-6",
+        ),
+    ],
+)
+def test_recompute_flags_name_units_of_the_static_plan(flags: str, units: str) -> None:
+    layout = "--pipeline-model-parallel-size 2 --decoder-first-pipeline-num-layers 2"
+    c = config(layout, flags)
+    expected = f"0:5@0,1 | 5:10@2,3 ; recompute {units}"
+    assert plan_of(c, c.model_config(1000)) == Plan.parse(expected)
+
+
+def test_a_plan_in_full_may_name_recomputed_units_but_not_beside_the_flags() -> None:
+    plan = ["--flexpipe-plan", "0:10@0-3 ; recompute 2"]
+    c = parse([*command(), *plan], world_size=4)
+    assert plan_of(c, c.model_config(1000)).o_plan.recompute == (2,)
+    with pytest.raises(ArgumentsError, match="--flexpipe-plan says what is recomputed"):
+        parse([*command(), *plan, "--recompute-activations"], world_size=4)
+    c = parse([*command(), plan[0], "0:10@0-3", "--recompute-activations"], world_size=4)
+    assert plan_of(c, c.model_config(1000)).o_plan.recompute == (1, 3, 5, 7)
+
+
 def test_long_samples_move_the_cut() -> None:
     c = config("--pipeline-model-parallel-size 2 --seq-length 100000")
     model = c.model_config(50000)

@@ -11,8 +11,23 @@ from tests.unit.config.commands import config, refusal
 
 ITERS = ("--train-iters",)
 
+FULL = "--recompute-granularity full"
+
 WRONG: list[tuple[str, tuple[str, ...], str]] = [
     # (more flags, flags taken away, what the message says)
+    (FULL, (), "--recompute-granularity full needs --recompute-method and --recompute-num-layers"),
+    (
+        f"{FULL} --recompute-method uniform --recompute-num-layers 2",
+        (),
+        "each half of a layer keeps its own here: use 1",
+    ),
+    (f"{FULL} --recompute-activations", (), "means --recompute-granularity selective, not full"),
+    (f"{FULL} --recompute-method block --recompute-num-layers 1 --recompute-modules mlp", (),
+     "--recompute-modules has no effect without --recompute-granularity selective"),
+    ("--recompute-method block", (), "--recompute-method has no effect without --recompute-gran"),
+    ("--recompute-modules moe", (), "models are dense; use mlp"),
+    ("--flexpipe --recompute-activations", (), "with --flexpipe the planner chooses what is recom"),
+    ("--flexpipe-plans p --recompute-activations", (), "the plans in --flexpipe-plans say what"),
     ("--rotary-base 500", (), "--rotary-base has no effect without --position-embedding-type rope"),
     ("--num-query-groups 2", (), "--num-query-groups has no effect without --group-query"),
     ("--group-query-attention --num-query-groups 3", (), "4 is not a multiple of --num-query"),
