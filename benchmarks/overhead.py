@@ -25,6 +25,7 @@ import os
 import statistics
 import sys
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import timedelta
@@ -34,6 +35,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 ROOT = Path(__file__).resolve().parent.parent
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
+warnings.filterwarnings("ignore", message="Transformer Engine and Apex are not installed")
 
 import torch
 
@@ -235,7 +237,7 @@ def _on(packed: PackedBatch, device: torch.device) -> PackedBatch:
     )
 
 
-def main() -> None:
+def main(words: Sequence[str] | None = None) -> None:
     """Measure and print one line an arm."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     for flag, default, text in (
@@ -249,7 +251,7 @@ def main() -> None:
     ):
         parser.add_argument(f"--{flag}", type=int, default=default, help=f"{text} ({default})")
     parser.add_argument("--device", default="cpu", help="cpu or cuda (cpu)")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(words)
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     times, tokens = measure(arguments)
     print(

@@ -15,12 +15,13 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from megatron_flex.cluster.cluster import Link
 from megatron_flex.cluster.fit import FitError, Point, errors, fit_line
-from megatron_flex.cluster.profile import KindProfile, Line, Profile
+from megatron_flex.cluster.profile import KindProfile, Line, Profile, ProfileError
 from megatron_flex.data.packed import PackedBatch
 from megatron_flex.model.config import ModelConfig
 from megatron_flex.model.layers import Kind
@@ -264,3 +265,28 @@ def held_out(profile: Profile, samples: Samples) -> dict[tuple[Kind, str], FitEr
         if kept:
             found[kind, part] = errors(line, kept)
     return found
+
+
+def pooled(profile: Profile, samples: Samples) -> FitError:
+    """Error over all points of all parts of all kinds together."""
+    sizes = []
+    for (kind, part), points in samples.items():
+        costs = profile.kinds[kind]
+        line = costs.backward if part == "backward" else getattr(costs, part)
+        sizes += [abs(line(p.tokens, p.squares) / p.value - 1.0) for p in points if p.value > 0]
+    if not sizes:
+        raise ProfileError("no points to compare with")
+    return FitError(float(np.median(sizes)), float(np.percentile(sizes, 90)))
+
+
+def whole(profile: Profile, samples: Samples) -> FitError:
+    """Error of one unit of each kind together, forward and backward, over the shapes."""
+    measured: dict[tuple[float, float], float] = defaultdict(float)
+    for (_, part), points in samples.items():
+        if part in ("forward", "backward"):
+            for p in points:
+                measured[p.tokens, p.squares] += p.value
+    line = Line()
+    for costs in profile.kinds.values():
+        line = line + costs.forward + costs.backward
+    return errors(line, [Point(t, s, value) for (t, s), value in measured.items()])

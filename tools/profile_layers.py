@@ -37,7 +37,17 @@ from megatron_flex.cluster.cluster import Link
 from megatron_flex.cluster.profile import ProfileError
 from megatron_flex.model.config import ModelConfig
 from megatron_flex.planner.presets import MODELS, model
-from megatron_flex.profiling import Workbench, fit, grid, held_out, measure, random_shapes, runs
+from megatron_flex.profiling import (
+    Workbench,
+    fit,
+    grid,
+    held_out,
+    measure,
+    pooled,
+    random_shapes,
+    runs,
+    whole,
+)
 
 SMALL, LARGE = 1 << 10, 1 << 24
 """Bytes of the two messages whose times give a link's latency and bandwidth."""
@@ -202,6 +212,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         a, b = fitted[key], unfitted.get(key)
         tail = "" if b is None else f"{b.median:.1%}, {b.p90:.1%}"
         print(f"{key[0].value:<10} {key[1]:<15} {f'{a.median:.1%}, {a.p90:.1%}':<22} {tail}")
+    for label, compare in (("everything pooled", pooled), ("all units together", whole)):
+        a, b = compare(profile, seen), compare(profile, rest)
+        print(f"{label:<26} {f'{a.median:.1%}, {a.p90:.1%}':<22} {b.median:.1%}, {b.p90:.1%}")
     for label, link in links.items():
         print(f"link {label}: {link.bytes_per_second / 1e9:.2f} GB/s, {link.latency * 1e6:.1f} us")
     print(f"wrote {args.output}")

@@ -32,7 +32,8 @@ struct Ends {
 // new_devices[...] after, both ascending. A new holder receives size[s] bytes, or with sharded
 // state parameters[s] + optimizer[s] / holders; an old one of another degree optimizer[s] /
 // holders. `wires`: latency and seconds a byte within a server, between servers, to the host.
-// out[0]: seconds that early transfers take; out[1]: seconds of the hand-over of the rest.
+// out[0]: seconds that early transfers take; out[1]: seconds of the hand-over of the rest; out[2]:
+// all bytes that travel.
 MFLEX_API void mflex_planner_switch(int64_t slabs, const int64_t* old_offset,
                                     const int64_t* old_devices, const int64_t* new_offset,
                                     const int64_t* new_devices, const double* parameters,
@@ -45,6 +46,7 @@ MFLEX_API void mflex_planner_switch(int64_t slabs, const int64_t* old_offset,
   Ends early(devices), early_servers(servers), late(devices), late_servers(servers);
   Ends copies(devices);
   std::vector<int64_t> writers;
+  double moved = 0.0;
   for (int64_t s = 0; s < slabs; ++s) {
     const int64_t* old_begin = old_devices + old_offset[s];
     const int64_t* old_end = old_devices + old_offset[s + 1];
@@ -73,6 +75,7 @@ MFLEX_API void mflex_planner_switch(int64_t slabs, const int64_t* old_offset,
       }
       if (source < 0 || need <= 0.0) continue;
       load[source] += need;
+      moved += need;
       const int64_t from = source / per_server;
       const bool across = from != server;
       const bool fits = left[*device] >= need;
@@ -94,6 +97,7 @@ MFLEX_API void mflex_planner_switch(int64_t slabs, const int64_t* old_offset,
       }
     }
   }
+  out[2] = moved;
   out[0] = std::max(early.worst(), early_servers.worst());
   out[1] = std::max({copies.worst(), late.worst(), late_servers.worst()});
 }

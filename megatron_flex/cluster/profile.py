@@ -115,10 +115,11 @@ class Profile:
                 for part, number in numbers.items():
                     name = f"{kind.value}.{field.name}{'.' if part else ''}{part}"
                     _check(self.name, name, number)
-            if kind in (Kind.ATTENTION, Kind.MLP) and costs.forward.per_token <= 0.0:
+            grows = costs.forward.per_token + costs.forward.per_pair
+            if kind in (Kind.ATTENTION, Kind.MLP) and grows <= 0.0:
                 raise ProfileError(
-                    f"profile '{self.name}': {kind.value}.forward.per_token must be positive: a"
-                    " longer micro-batch cannot be free"
+                    f"profile '{self.name}': {kind.value}.forward must grow with tokens: a longer"
+                    " micro-batch cannot be free"
                 )
         _check(self.name, "boundary", self.boundary)
         _check(self.name, "tied_update", self.tied_update)

@@ -36,7 +36,7 @@ from megatron_flex.twinlayer.location import job_name, runtime_directory, socket
 from megatron_flex.twinlayer.manager import Shape, entry_bytes, start, stop
 from megatron_flex.twinlayer.worker import Member, TwinLayers, Version
 
-_FAREWELL = 5.0
+_FAREWELL = 2.0
 """Seconds for which a manager without versions worth keeping outlasts its workers."""
 
 _KNOWN_COMPLETE = 2

@@ -12,7 +12,7 @@ from megatron_flex.planner.native_search import Cut, SearchProblem, v_steps
 from megatron_flex.planner.plan import Plan
 from megatron_flex.planner.plans import plan_of
 from megatron_flex.planner.pricing import Price, Pricer
-from megatron_flex.planner.switching import Running, Switch, arrivals, switch
+from megatron_flex.planner.switching import LiveSwitches, Running, SwitchPrice, arrivals
 from megatron_flex.planner.tables import Arrivals
 
 TIE = 1e-6
@@ -30,7 +30,7 @@ class Candidate:
 
     price: Price
     micro_batching: int
-    change: Switch | None
+    change: SwitchPrice | None
     origin: str
 
     @property
@@ -61,25 +61,27 @@ class Finder:
         units: costs of single units, for prices.
         elements: costs of what stages are cut between, for searches.
         batches: the ways of cutting the batch to micro-batches.
+        switches: prices of switches; shared by the finders of a job.
     """
 
-    def __init__(self, units: ModelCosts, elements: ModelCosts, batches: Sequence[Batch]) -> None:
+    def __init__(
+        self,
+        units: ModelCosts,
+        elements: ModelCosts,
+        batches: Sequence[Batch],
+        switches: LiveSwitches | None = None,
+    ) -> None:
         if not batches:
             raise ValueError("the planner needs at least one way of cutting the batch")
         self.units = units
         self.elements = elements
         self.pricers = tuple(Pricer(units, batch) for batch in batches)
-        self._switches: dict[tuple[object, ...], Switch] = {}
+        self._switches = switches or LiveSwitches(units)
         self._best: dict[tuple[int, ...], tuple[Plan, ...]] = {}
 
-    def switch(self, running: Running | None, plan: Plan) -> Switch | None:
+    def switch(self, running: Running | None, plan: Plan) -> SwitchPrice | None:
         """The switch from what runs now; ``None`` at the start."""
-        if running is None:
-            return None
-        key = (running.plan.stages, running.seconds, running.spare, plan.stages)
-        if key not in self._switches:
-            self._switches[key] = switch(self.units, running, plan)
-        return self._switches[key]
+        return None if running is None else self._switches.price(running, plan)
 
     def best_of(self, plan: Plan, running: Running | None, origin: str) -> Candidate:
         """A plan with the micro-batching that suits it best; it need not fit."""

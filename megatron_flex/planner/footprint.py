@@ -43,12 +43,9 @@ from megatron_flex.schedule.instructions import (
     Transfer,
     UpdateOrSkip,
 )
+from megatron_flex.schedule.residency import POSTED, WINDOW, travels
 from megatron_flex.schedule.slabs import slab_holders
 
-POSTED = 4
-"""Receives that a worker posts ahead; each has its buffer."""
-WINDOW = 2
-"""Slabs whose optimizer state is on the device at one time while it lives on the host."""
 _ALIGNMENT, _ROW = 32, 1024  # elements; of parameters within a slab, and of slabs
 
 
@@ -69,9 +66,14 @@ class _Curve:
 
 @dataclass(frozen=True)
 class _StagePasses:
-    """Bytes of the passes of one stage. ``left``: a token, from a forward to its backward."""
+    """Bytes of the passes of one stage.
+
+    A token: ``left`` from a forward to its backward, ``travels`` of it to the host if there is time
+    between them, ``output`` that the forward gives.
+    """
 
     left: float
+    travels: float
     output: float
     forward: _Curve
     backward: _Curve
@@ -148,7 +150,7 @@ class Footprint:
         hidden, last = self._hidden, units[-1].kind is Kind.HEAD
         forward: list[Level] = []
         backward: list[Level] = []
-        left = 0.0  # bytes a token that the units so far keep, the input of the next included
+        left = away = 0.0  # bytes a token that the units so far keep, inputs included
         tied = 0.0  # the head's gradient of a tied embedding waits for the embedding's
         ends = units[0].kind is Kind.EMBEDDING and last and len(units) > 1
         if ends and self._config.layers.tied and not self._exact:
@@ -172,7 +174,9 @@ class Footprint:
             extra = 0.0 if last and final else tied
             backward += [_above(x, left + kept + grads, extra) for x in levels]
             left += kept
-        return _StagePasses(left, 0.0 if last else hidden, _Curve.of(forward), _Curve.of(backward))
+            away += kept if unit.index in o.activations else 0.0
+        output = 0.0 if last else hidden
+        return _StagePasses(left, away, output, _Curve.of(forward), _Curve.of(backward))
 
     @cached_property
     def _context(self) -> float:
@@ -206,6 +210,8 @@ class _Replay:
         self.slabs = footprint._held(held, device)
         self.used = sum(self.slabs.values()) + footprint._twice_tied(held, device)
         self.peak = self.used
+        # What joins is on the device as a whole until the next iteration.
+        self.swapped = set(self.slabs) & set(self.o.optimizer)
         self.sent = 0.0
         instructions = program.instructions[device]
         self.expected = [i for i in instructions if isinstance(i, (RecvActivation, RecvGradient))]
@@ -219,6 +225,8 @@ class _Replay:
             for number, s in enumerate(program.plan.stages)
         }
         self.contexts: dict[int, float] = {}
+        self.travels = travels(instructions, program.plan)
+        self.leaving = 0.0
 
     def run(self) -> tuple[float, float]:
         """Both peaks."""
@@ -226,7 +234,13 @@ class _Replay:
         instructions: Sequence[Instruction] = self.program.instructions[self.rank]
         for number, op in enumerate(instructions):
             if isinstance(op, GlobalNorm):
-                return self.peak, self._updates(instructions[number + 1 :])
+                rest = instructions[number + 1 :]
+                updated = [i.slab for i in rest if isinstance(i, UpdateOrSkip)]
+                first = [slab for slab in updated if slab in self.swapped][:WINDOW]
+                window = sum(map(self.f.window, first))
+                return max(self.peak, self.used + window), self._updates(rest)
+            if isinstance(op, Compute):
+                self._begin(op)
             if isinstance(op, Forward):
                 self._forward(op)
             elif isinstance(op, Backward):
@@ -261,6 +275,15 @@ class _Replay:
         s = self.program.plan.stages[stage]
         return self.f._stage(s.start, s.stop, self.o)
 
+    def _begin(self, op: Compute) -> None:
+        """What the pass before saved has left, and what the next one needs comes back."""
+        self.used -= self.leaving
+        self.leaving = 0.0
+        key = self.travels.back.get(op)
+        if key is not None:
+            stage, micro_batch = key
+            self._take(self._passes(stage).travels * self.program.tokens[micro_batch])
+
     def _forward(self, op: Forward) -> None:
         tokens, p = self.program.tokens[op.micro_batch], self._passes(op.stage)
         if self.attends[op.stage] and op.micro_batch not in self.contexts:
@@ -269,6 +292,8 @@ class _Replay:
         source = self.f._hidden * tokens if op.stage else 0.0  # in use already
         self.peak = max(self.peak, self.used - source + p.forward(tokens))
         self.used += (p.left + p.output) * tokens - source
+        if (op.stage, op.micro_batch) in self.travels.passes:
+            self.leaving = p.travels * tokens
         self._done(op)
 
     def _backward(self, op: Backward) -> None:
@@ -293,7 +318,7 @@ class _Replay:
         used = peak = self.used - self.sent
         window: list[float] = []
         for op in instructions:
-            if isinstance(op, UpdateOrSkip) and op.slab in self.o.optimizer:
+            if isinstance(op, UpdateOrSkip) and op.slab in self.swapped:
                 window = [*window[1 - WINDOW :], self.f.window(op.slab)]
                 peak = max(peak, used + sum(window))
             elif isinstance(op, RecvState):

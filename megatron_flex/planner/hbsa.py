@@ -96,7 +96,7 @@ class Hbsa:
             Infeasible: no number of stages fits.
         """
         length = float(batch.tokens.max()) if longest is None else longest
-        finder = Finder(self.units, self.units, [batch])
+        finder = Finder(self.units, self.units, [batch], self.planner.switches)
         wanted = self._stages(batch, length)
         kept = None if running is None else finder.best_of(running.plan, running, "current")
         if kept is None:

@@ -27,7 +27,7 @@ from megatron_flex.planner.decision import Decision
 from megatron_flex.planner.hbsa import Hbsa
 from megatron_flex.planner.plan import Plan
 from megatron_flex.planner.planner import Planner, running_of
-from megatron_flex.planner.switching import LiveSwitches, Running
+from megatron_flex.planner.switching import Running
 
 MAX_CANDIDATES = 32
 _Reached = tuple[float, float, float, tuple[Candidate, ...]]
@@ -69,7 +69,7 @@ class Lookahead:
         self.planner = planner
         self.static = Plan(static.stages)
         self.hbsa = hbsa
-        self._switches = LiveSwitches(planner.units)
+        self._switches = planner.switches
 
     def decide(self, window: Sequence[Sequence[Batch]], running: Running | None) -> Decision:
         """The decision for the first batch of the window: the first plan of the best path.
@@ -180,7 +180,7 @@ class Lookahead:
         if running.plan.stages == plan.stages:
             return 0.0
         margin = self.planner.options.margin * running.seconds
-        return self._switches.seconds(running, plan) + margin
+        return self._switches.price(running, plan).seconds + margin
 
     def _candidates(
         self, finders: Sequence[Finder], running: Running | None

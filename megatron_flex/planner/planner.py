@@ -26,7 +26,7 @@ from megatron_flex.planner.pricing import Price
 from megatron_flex.planner.refine import refine
 from megatron_flex.planner.simulation import Prediction
 from megatron_flex.planner.static import static_plan
-from megatron_flex.planner.switching import Running
+from megatron_flex.planner.switching import LiveSwitches, Running
 
 
 LAST_TRIES = 8
@@ -76,6 +76,11 @@ class Planner:
         )
         self._fitter = Fitter(self.units) if options.exact_memory else None
 
+    @cached_property
+    def switches(self) -> LiveSwitches:
+        """Prices of live switches."""
+        return LiveSwitches(self.units)
+
     def finder(self, batches: Sequence[Batch]) -> Finder:
         """For candidates of one batch; warns where the profile is extrapolated."""
         if not self._warned:
@@ -85,7 +90,7 @@ class Planner:
             longest = max(float(b.squares.max()) for b in batches) ** 0.5
             profile = self.units.profile
             self._warned = profile.warn_outside((int(low), int(high)), int(longest)) is not None
-        return Finder(self.units, self.elements, batches)
+        return Finder(self.units, self.elements, batches, self.switches)
 
     def running(self, plan: Plan, batch: Batch, seconds: float | None = None) -> Running:
         """What is known of an iteration of ``plan`` on ``batch`` while it runs.

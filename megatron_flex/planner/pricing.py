@@ -15,7 +15,7 @@ from megatron_flex.planner.optimise import GroupOptimisation, o_plan, optimise
 from megatron_flex.planner.plan import OPlan, Plan
 from megatron_flex.planner.plans import groups_of
 from megatron_flex.planner.simulation import Prediction, op_costs, predict
-from megatron_flex.planner.switching import Switch
+from megatron_flex.planner.switching import SwitchPrice
 from megatron_flex.planner.wave import wave_seconds
 from megatron_flex.schedule.routing import route
 
@@ -48,7 +48,9 @@ class Price:
         """Whether every device fits."""
         return math.isfinite(self.seconds)
 
-    def predicted(self, change: Switch | None, simulated: Prediction | None = None) -> Predicted:
+    def predicted(
+        self, change: SwitchPrice | None, simulated: Prediction | None = None
+    ) -> Predicted:
         """As a decision reports it."""
         seconds, size = self.seconds, self.device_bytes
         swap = sum(p.swap_seconds for p in self.parts)

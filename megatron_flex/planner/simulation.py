@@ -14,7 +14,7 @@ import numpy as np
 from megatron_flex.planner.build import MESSAGE_BUFFERS, Batch, ModelCosts
 from megatron_flex.planner.plan import Plan, PlanError
 from megatron_flex.planner.tables import Array
-from megatron_flex.schedule.costs import OpCosts
+from megatron_flex.schedule.costs import OpCosts, Table
 from megatron_flex.schedule.list_scheduler import policy, search, simulate
 from megatron_flex.schedule.placement import Placement
 from megatron_flex.schedule.slabs import slab_holders
@@ -73,24 +73,25 @@ def op_costs(costs: ModelCosts, plan: Plan, batch: Batch) -> OpCosts:
     kept = np.array(costs.activation)
     for unit in (*o.recompute, *o.activations):
         kept[unit] = min(kept[unit], costs.profile.boundary)
-    forward, inputs, weights, held = [], [], [], []
-    for stage in plan.stages:
-        units = slice(stage.start, stage.stop)
-        repeated = (costs.forward[:, units] * again[units]).sum(axis=1) @ basis
-        forward.append(_row(costs.forward[:, units].sum(axis=1) @ basis))
-        inputs.append(_row(costs.backward_input[:, units].sum(axis=1) @ basis + repeated))
-        weights.append(_row(costs.backward_weight[:, units].sum(axis=1) @ basis))
-        held.append(_row(kept[units].sum() * batch.tokens))
+    starts = [stage.start for stage in plan.stages]
+
+    def table(coefficients: Array) -> Table:
+        """``[3, units]`` coefficients to seconds of every stage and micro-batch."""
+        return tuple(map(_row, np.add.reduceat(coefficients, starts, axis=1).T @ basis))
+
+    forward = table(costs.forward)
+    inputs = table(costs.backward_input + costs.forward * again)
+    weights = table(costs.backward_weight)
+    held = tuple(map(_row, np.outer(np.add.reduceat(kept, starts), batch.tokens)))
+    size = costs.profile.boundary * batch.tokens
+    links = (costs.cluster.inter, costs.intra)
+    wires = [_row(link.latency + size / link.bytes_per_second) for link in links]
     transfer = []
     for one, other in zip(plan.stages, plan.stages[1:], strict=False):
         inside = len({costs.cluster.server_of(d) for d in (*one.group, *other.group)}) == 1
-        link = costs.intra if inside else costs.cluster.inter
-        size = costs.profile.boundary * batch.tokens
-        transfer.append(_row(link.latency + size / link.bytes_per_second))
+        transfer.append(wires[inside])
     reduce, update = slab_seconds(costs, plan)
-    return OpCosts(
-        tuple(forward), tuple(inputs), tuple(weights), tuple(transfer), tuple(held), reduce, update
-    )
+    return OpCosts(forward, inputs, weights, tuple(transfer), held, reduce, update)
 
 
 def _row(values: Array) -> tuple[float, ...]:

@@ -143,8 +143,16 @@ class Holders:
         return cls(offset, np.array([d for h in holders for d in h], dtype=np.int64))
 
 
+@dataclass(frozen=True)
+class SwitchPrice:
+    """What a live switch costs: seconds in all, and bytes that travel."""
+
+    seconds: float
+    moved: float
+
+
 class LiveSwitches:
-    """``switch(costs, running, plan).seconds``, fast, for one job; remembers plans' holders."""
+    """The price of ``switch(costs, running, plan)``, fast, for one job; remembers holders."""
 
     def __init__(self, costs: ModelCosts) -> None:
         self.costs = costs
@@ -163,13 +171,13 @@ class LiveSwitches:
             self._holders[plan.stages] = Holders.of(self.costs, plan)
         return self._holders[plan.stages]
 
-    def seconds(self, running: Running, plan: Plan) -> float:
-        """Seconds of the switch from the running plan to ``plan``."""
+    def price(self, running: Running, plan: Plan) -> SwitchPrice:
+        """The price of the switch from the running plan to ``plan``."""
         if running.plan.stages == plan.stages:
-            return 0.0
+            return SwitchPrice(0.0, 0.0)
         old, new = self._of(running.plan), self._of(plan)
         cluster, options = self.costs.cluster, self.costs.options
-        spare, out = np.array(running.spare), np.zeros(2)
+        spare, out = np.array(running.spare), np.zeros(3)
         function("mflex_planner_switch")(
             len(self._parameters), old.offset.ctypes.data, old.devices.ctypes.data,
             new.offset.ctypes.data, new.devices.ctypes.data, self._parameters.ctypes.data,
@@ -178,7 +186,7 @@ class LiveSwitches:
             out.ctypes.data,
         )  # fmt: skip
         drag = max(0.0, float(out[0]) - options.travel * running.seconds)
-        return drag + CHUNK_OVERHEAD * float(out[1])
+        return SwitchPrice(drag + CHUNK_OVERHEAD * float(out[1]), float(out[2]))
 
 
 def restart_seconds(costs: ModelCosts) -> float:

@@ -22,9 +22,7 @@ from megatron_flex.schedule.instructions import (
     RecvGradient,
     Transfer,
 )
-
-# Receives posted ahead. Their buffers are activations: enough to hide latency, few in memory.
-POSTED = 4
+from megatron_flex.schedule.residency import POSTED
 
 
 class explain:  # noqa: N801 - reads as a statement

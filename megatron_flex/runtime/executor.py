@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import astuple, dataclass, field, fields, replace
 from functools import partial
 from typing import Any
@@ -16,6 +17,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from megatron_flex.data.packed import PackedBatch
 from megatron_flex.runtime import exact
+from megatron_flex.runtime.activations import ActivationOffload
 from megatron_flex.runtime.arena import ArenaTransport
 from megatron_flex.runtime.clock import Clock, Measured
 from megatron_flex.runtime.communicator import Communicator, explain
@@ -25,6 +27,7 @@ from megatron_flex.runtime.optimizer import OptimizerConfig, StepSize, clip_coef
 from megatron_flex.runtime.recompute import recomputed
 from megatron_flex.runtime.slab import Slab
 from megatron_flex.runtime.states import StateTransfers
+from megatron_flex.runtime.swap import OptimizerSwap
 from megatron_flex.runtime.world import World
 from megatron_flex.schedule.instructions import (
     Backward,
@@ -44,6 +47,7 @@ from megatron_flex.schedule.instructions import (
     SquaredNorm,
     UpdateOrSkip,
 )
+from megatron_flex.schedule.residency import Travels, travels
 
 
 @dataclass(frozen=True)
@@ -114,6 +118,8 @@ class _Run:
         self.recompute = frozenset(self.program.plan.o_plan.recompute if self.training else ())
         #: Operations that each micro-batch still has on this device.
         self.ahead: Counter[int] = Counter()
+        self.travels = Travels()
+        self.leaving: tuple[int, int] | None = None
 
 
 class Executor:
@@ -135,6 +141,8 @@ class Executor:
         self._states = StateTransfers(world, arena)
         self.clock = Clock(world.device)
         self._slabs_of = [unit.slabs for unit in holdings.config.layers.units]
+        self._swap = OptimizerSwap(world.device)
+        self._activations = ActivationOffload(world.device)
         self._after_norm = (0.0, 0.0)  # peak bytes of the last updates, and as predicted
 
     def run(self, program: Program, inputs: StepInputs) -> StepResult:
@@ -155,9 +163,13 @@ class Executor:
             torch.zeros(1, dtype=torch.float64, device=device),
         )
         run.ahead.update(i.micro_batch for i in instructions if isinstance(i, Compute))
+        if training:
+            run.travels = travels(instructions, program.plan)
         clock = self.clock
         clock.begin()
         self.holdings.train(training)
+        if training:
+            self._place(program.plan.o_plan.optimizer)
         self._make_room(inputs.memory)
         self._states.prepare(program, self.holdings.state_bytes)
         self._communicator.expect(instructions)
@@ -167,12 +179,22 @@ class Executor:
                 HANDLERS[type(instruction)](self, run, instruction)
                 clock.stop(instruction, started)
         self._communicator.finish()
+        self._swap.settle()
         if run.result is None:
             raise ValueError("the program has no GlobalNorm")
         if training:
             self._after_norm = (float(self.holdings.memory.peak), inputs.memory.updates)
             self.holdings.updates += not run.result.skipped
         return run.result
+
+    def _place(self, offloaded: Sequence[int]) -> None:
+        """Have the optimizer state of the slabs where the plan wants it."""
+        for number, slab in list(self.holdings.slabs.items()):
+            wanted = number in offloaded and slab.layout.numel > 0
+            if slab.offloaded is not wanted:
+                self._wait_arrived(number)
+                self._states.left(number)
+                self.holdings.rehouse(number, offloaded=wanted)
 
     def _make_room(self, expected: Expected) -> None:
         """Give back what the pool keeps beyond the budget, and begin to measure."""
@@ -213,6 +235,7 @@ class Executor:
     # ---- compute -----------------------------------------------------------------------------
 
     def _forward(self, run: _Run, op: Forward) -> None:
+        self._move_activations(run, op)
         stage = run.program.plan.stages[op.stage]
         batch = self._batch(run, op)
         source = run.activations.pop((op.stage - 1, op.micro_batch), None)
@@ -227,7 +250,8 @@ class Executor:
             if unit in run.recompute and hidden is not None:
                 hidden = recomputed(block, hidden, batch)
             else:
-                hidden = block(hidden, batch)
+                with self._saving(run, op, unit, hidden):
+                    hidden = block(hidden, batch)
         assert hidden is not None
         if run.training:
             run.saved[op.stage, op.micro_batch] = (source, get_gradient_edge(hidden))
@@ -238,7 +262,28 @@ class Executor:
             run.activations[op.stage, op.micro_batch] = output
         else:
             run.outgoing[op.stage, op.micro_batch] = output
+        if (op.stage, op.micro_batch) in run.travels.passes:
+            run.leaving = (op.stage, op.micro_batch)
         self._passed(run, op)
+
+    def _saving(
+        self, run: _Run, op: Forward, unit: int, hidden: torch.Tensor | None
+    ) -> AbstractContextManager[object]:
+        """Where a unit's saved activations are kept."""
+        key = op.stage, op.micro_batch
+        if key not in run.travels.passes or unit not in run.program.plan.o_plan.activations:
+            return nullcontext()
+        stay = [self.holdings.slabs[slab].params for slab in self._slabs_of[unit]]
+        return self._activations.saving(key, stay if hidden is None else [*stay, hidden])
+
+    def _move_activations(self, run: _Run, op: Compute) -> None:
+        """Before a pass: what the one before saved leaves, what the next one needs returns."""
+        if run.leaving is not None:
+            self._activations.away(run.leaving)
+            run.leaving = None
+        returning = run.travels.back.get(op)
+        if returning is not None:
+            self._activations.back(returning)
 
     def _passed(self, run: _Run, op: Compute) -> None:
         """Let go of the micro-batch's tensors after its last operation here."""
@@ -247,12 +292,14 @@ class Executor:
             del run.batches[op.micro_batch]
 
     def _backward(self, run: _Run, op: Backward) -> None:
+        self._move_activations(run, op)
         source, edge = run.saved.pop((op.stage, op.micro_batch))
         if op.stage + 1 == len(run.program.plan.stages):
             gradient = self._loss_scale(run)
         else:
             gradient = run.gradients.pop((op.stage, op.micro_batch))
         torch.autograd.backward(edge, gradient)
+        self._activations.done((op.stage, op.micro_batch))
         if self.holdings.exact:
             self._accumulate(run, op)
         if source is not None:
@@ -333,6 +380,8 @@ class Executor:
         # Each element has one contributor and zeros elsewhere, so the sum is exact and the
         # same whatever the plan; it is taken in slab and micro-batch order afterwards.
         # The last signal is this class's own: whether hand-overs can go through host memory.
+        if run.training:
+            self._swap.begin(self._to_update(run))
         signals = torch.tensor((*run.inputs.signals, self._states.unready), dtype=torch.float64)
         parts = [run.squares.cpu(), run.losses.flatten().cpu(), run.zeros.cpu(), signals]
         before, foreseen = self._after_norm
@@ -374,14 +423,25 @@ class Executor:
         self._states.left(op.slab)
         if not run.result.skipped:
             coefficient = clip_coefficient(run.result.grad_norm, self.optimizer.clip_grad)
+            swaps = slab.offloaded and slab.layout.numel > 0
             update(
                 slab,
                 self.optimizer,
                 run.inputs.step_size,
                 coefficient,
                 self.holdings.updates,
+                self._swap.take(slab) if swaps else None,
             )
+            if swaps:
+                self._swap.give(slab)
         slab.grads.zero_()
+
+    def _to_update(self, run: _Run) -> list[Slab]:
+        """The slabs that will be updated, in order, without those that are still to come."""
+        slabs = self.holdings.slabs
+        instructions = run.program.instructions[self.world.rank]
+        updates = (i.slab for i in instructions if isinstance(i, UpdateOrSkip))
+        return [slabs[number] for number in updates if number in slabs]
 
     # ---- a switch ----------------------------------------------------------------------------
 
@@ -389,7 +449,8 @@ class Executor:
         slab = self.holdings.slabs[op.slab]
         if slab.layout.numel:
             self._wait_arrived(op.slab)
-            self._states.send(op, slab.state)
+            self._swap.settle()
+            self._states.send(op, slab.state.to(self.world.device))
 
     def _receive_state(self, run: _Run | None, op: RecvState) -> None:
         slab = self.holdings.join(op.slab)
@@ -401,6 +462,7 @@ class Executor:
         # What was handed over to a device without work may still be on its way.
         self._wait_arrived(op.slab)
         self._states.left(op.slab)
+        self._swap.settle()
         slab.grads.zero_()
         self.holdings.drop(op.slab)
 

@@ -88,6 +88,26 @@ class Holdings:
         self.pool.give(self.slabs.pop(number).buffers)
         self.memory.set_aside(self.pool.kept)
 
+    def rehouse(self, number: int, *, offloaded: bool) -> None:
+        """Move a slab's optimizer state (and master weights) to the host's memory, or back.
+
+        Its gradients must be zero, and nothing else may use its state meanwhile.
+        """
+        old = self.slabs[number]
+        new = self.pool.take(old.layout.numel, offloaded=offloaded)
+        with torch.no_grad():
+            new.state.copy_(old.state)
+            if old.mixed or offloaded:
+                new.params.copy_(old.params)
+        slab = self.slabs[number] = Slab(number, old.layout, new)
+        for unit in self._units(number):
+            block = self.blocks.get(unit)
+            if block is not None:
+                for name, parameter in slab.parameters_of(unit).items():
+                    block.bind(name, parameter)
+        self.pool.give(old.buffers)
+        self.memory.set_aside(self.pool.kept)
+
     def adopt(self, plan: Plan) -> None:
         """Take over ownership under ``plan``; the slabs must be those that it gives this device."""
         holders = slab_holders(plan, self.config.layers)

@@ -35,25 +35,37 @@ def clip_coefficient(norm: float, clip_grad: float) -> float:
 
 @torch.no_grad()
 def update(
-    slab: Slab, config: OptimizerConfig, size: StepSize, coefficient: float, updates: int
+    slab: Slab,
+    config: OptimizerConfig,
+    size: StepSize,
+    coefficient: float,
+    updates: int,
+    brought: torch.Tensor | None = None,
 ) -> None:
     """Scale the gradient of ``slab`` by ``coefficient`` and apply one step of AdamW.
 
-    ``updates`` is the number of updates that were applied before this one.
+    Args:
+        updates: the number of updates that were applied before this one.
+        brought: of an offloaded slab, its ``swapped`` part, copied to the device; it is
+            changed there.
     """
     if slab.layout.numel == 0:
         return
     if coefficient != 1.0:
         slab.grads.mul_(coefficient)
+    master, exp_avg, exp_avg_sq = slab.master, slab.exp_avg, slab.exp_avg_sq
+    if brought is not None:
+        *weights, exp_avg, exp_avg_sq = brought.split(slab.layout.numel)
+        master = weights[0] if weights else slab.params
     split = slab.layout.decayed
     for part, decay in ((slice(0, split), size.weight_decay), (slice(split, None), 0.0)):
-        if slab.master[part].numel() == 0:
+        if master[part].numel() == 0:
             continue
         adamw(
-            [slab.master[part]],
+            [master[part]],
             [slab.grads[part]],
-            [slab.exp_avg[part]],
-            [slab.exp_avg_sq[part]],
+            [exp_avg[part]],
+            [exp_avg_sq[part]],
             [],
             [torch.tensor(float(updates), device=slab.grads.device)],
             fused=True,
@@ -65,4 +77,9 @@ def update(
             eps=config.adam_eps,
             maximize=False,
         )
-    slab.params_from_masters()
+    if brought is None:
+        slab.params_from_masters()
+    elif slab.mixed:
+        slab.params.copy_(master)
+    else:
+        slab.updated = True

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 # Every parameter starts at a multiple of this many elements: 64 bytes in bfloat16, 128 in float32.
@@ -64,31 +65,53 @@ class Buffers:
     """The memory of one slab, reused by another of the same size.
 
     Attributes:
-        state: ``[3 * numel]`` float32: master weights, then Adam's two moments. What travels.
+        state: ``[3 * numel]`` float32: master weights, then Adam's two moments. What travels. In
+            host memory if ``offloaded``.
         grads: ``[numel]`` float32.
-        params: ``[numel]`` in the model's type; for a float32 model a view of the master weights.
+        params: ``[numel]`` in the model's type; for a float32 model a view of the master weights,
+            unless these are offloaded.
         sums: ``[numel]`` int64 exact sums of gradients (bitwise mode), else ``None``.
+        offloaded: the state is not on the device.
     """
 
     state: torch.Tensor
     grads: torch.Tensor
     params: torch.Tensor
     sums: torch.Tensor | None
+    offloaded: bool = False
 
     @classmethod
-    def allocate(cls, numel: int, dtype: torch.dtype, device: torch.device, exact: bool) -> Buffers:
+    def allocate(
+        cls,
+        numel: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        exact: bool,
+        offloaded: bool = False,
+    ) -> Buffers:
         """New memory, all zero."""
-        state = torch.zeros(3 * numel, device=device)
-        mixed = dtype != torch.float32
-        params = torch.zeros(numel, dtype=dtype, device=device) if mixed else state[:numel]
+        state = host_zeros(3 * numel, device) if offloaded else torch.zeros(3 * numel, device=device)
+        apart = offloaded or dtype != torch.float32
+        params = torch.zeros(numel, dtype=dtype, device=device) if apart else state[:numel]
         sums = torch.zeros(numel, dtype=torch.int64, device=device) if exact else None
-        return cls(state, torch.zeros(numel, device=device), params, sums)
+        return cls(state, torch.zeros(numel, device=device), params, sums, offloaded)
 
     @staticmethod
-    def nbytes(numel: int, dtype: torch.dtype, exact: bool) -> int:
-        """Bytes of memory that :meth:`allocate` takes."""
-        params = 0 if dtype == torch.float32 else dtype.itemsize
-        return numel * (3 * 4 + 4 + params + (8 if exact else 0))
+    def nbytes(numel: int, dtype: torch.dtype, exact: bool, offloaded: bool = False) -> int:
+        """Bytes of the device's memory that :meth:`allocate` takes."""
+        apart = offloaded or dtype != torch.float32
+        each = 4 + (dtype.itemsize if apart else 0) + (0 if offloaded else 12) + (8 if exact else 0)
+        return numel * each
+
+
+def host_zeros(numel: int, device: torch.device) -> torch.Tensor:
+    """Float32 zeros in the host's memory, from which ``device`` copies fast.
+
+    For CPU workers it is memory outside PyTorch's allocator, which stands for the device's.
+    """
+    if device.type == "cuda":
+        return torch.zeros(numel, pin_memory=True)
+    return torch.from_numpy(np.zeros(numel, dtype=np.float32))
 
 
 class Slab:
@@ -100,6 +123,8 @@ class Slab:
         master: ``[numel]`` float32 weights; the very same memory as ``params`` in a float32 model.
         exp_avg, exp_avg_sq: ``[numel]`` float32 Adam moments.
         sums: ``[numel]`` int64, see :mod:`megatron_flex.runtime.exact`; ``None`` outside it.
+        offloaded: master weights and moments are in host memory. A float32 model's parameters are
+            then a copy of the master weights, which ``updated`` says is the newer one.
     """
 
     def __init__(self, index: int, layout: SlabLayout, buffers: Buffers) -> None:
@@ -107,14 +132,32 @@ class Slab:
         self.layout = layout
         self.buffers = buffers
         numel = layout.numel
-        self.state, self.params, self.grads = buffers.state, buffers.params, buffers.grads
+        self._state, self.params, self.grads = buffers.state, buffers.params, buffers.grads
         self.sums = buffers.sums
         self.master, self.exp_avg, self.exp_avg_sq = (
-            self.state[i * numel : (i + 1) * numel] for i in range(3)
+            self._state[i * numel : (i + 1) * numel] for i in range(3)
         )
         self.mixed = self.params.dtype != torch.float32
+        self.offloaded = buffers.offloaded
+        self.updated = False
         self.parameters = self._bind(self.grads)
         self._scratch: dict[int, torch.Tensor] = {}  # by unit
+
+    @property
+    def state(self) -> torch.Tensor:
+        """``[3 * numel]`` float32: master weights and both moments, as they are now."""
+        if self.updated:
+            self.master.copy_(self.params.detach())
+            self.updated = False
+        return self._state
+
+    @property
+    def swapped(self) -> torch.Tensor:
+        """The part of an offloaded state that an update needs on the device.
+
+        A float32 model's weights are there anyway.
+        """
+        return self._state if self.mixed else self._state[self.layout.numel :]
 
     def scratch(self, unit: int) -> torch.Tensor:
         """Where autograd puts the gradients of one unit that uses this slab: ``grads``.
@@ -155,14 +198,16 @@ class Slab:
     @torch.no_grad()
     def masters_from_params(self) -> None:
         """Start the master weights from the parameters (after loading weights alone)."""
-        if self.mixed:
+        if self.mixed or self.offloaded:
             self.master.copy_(self.params)
+            self.updated = False
 
     @torch.no_grad()
     def params_from_masters(self) -> None:
         """Round the master weights to the parameters' type (after an update, or an arrival)."""
-        if self.mixed:
+        if self.mixed or self.offloaded:
             self.params.copy_(self.master)
+            self.updated = False
 
     def squared_norm(self) -> torch.Tensor:
         """Squared norm of the gradient, a float64 scalar.
@@ -206,37 +251,39 @@ class SlabPool:
 
     def __init__(self, dtype: torch.dtype, device: torch.device, exact: bool) -> None:
         self._dtype, self._device, self._exact = dtype, device, exact
-        self._free: dict[int, list[Buffers]] = {}
-        self.used = self.kept = self.most = 0  # bytes
+        self._free: dict[tuple[int, bool], list[Buffers]] = {}
+        self.used = self.kept = self.most = 0  # bytes on the device
 
-    def take(self, numel: int) -> Buffers:
+    def take(self, numel: int, *, offloaded: bool = False) -> Buffers:
         """Zeroed gradients and undefined state for a slab of ``numel`` elements."""
-        size = Buffers.nbytes(numel, self._dtype, self._exact)
+        size = self._size(numel, offloaded)
         self.used += size
         self.most = max(self.most, self.used)
-        free = self._free.get(numel)
+        free = self._free.get((numel, offloaded))
         if free:
             self.kept -= size
             return free.pop()
         self.trim(self.most - self.used)
-        return Buffers.allocate(numel, self._dtype, self._device, self._exact)
+        return Buffers.allocate(numel, self._dtype, self._device, self._exact, offloaded)
 
     def give(self, buffers: Buffers) -> None:
         """Take back a slab's memory; its gradients must be zero."""
-        numel = buffers.grads.numel()
-        size = Buffers.nbytes(numel, self._dtype, self._exact)
-        self.used -= size
-        self.kept += size
-        self._free.setdefault(numel, []).append(buffers)
+        key = buffers.grads.numel(), buffers.offloaded
+        self.used -= self._size(*key)
+        self.kept += self._size(*key)
+        self._free.setdefault(key, []).append(buffers)
         self.trim(self.most - self.used)
 
     def trim(self, limit: int) -> None:
         """Free kept memory, largest first, until at most ``limit`` bytes are kept."""
-        for numel in sorted(self._free, reverse=True):
-            free = self._free[numel]
+        for key in sorted(self._free, reverse=True):
+            free = self._free[key]
             while free and self.kept > limit:
                 free.pop()
-                self.kept -= Buffers.nbytes(numel, self._dtype, self._exact)
+                self.kept -= self._size(*key)
+
+    def _size(self, numel: int, offloaded: bool) -> int:
+        return Buffers.nbytes(numel, self._dtype, self._exact, offloaded)
 
 
 def _round_up(value: int, multiple: int) -> int:

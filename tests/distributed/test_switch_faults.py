@@ -46,7 +46,7 @@ KEEPING = ["0:4@0 | 4:8@1", "0:4@0 | 4:8@1", "0:4@2,0 | 4:8@1"]
 #: Worker 0 gives up what worker 2 gets.
 MIGRATION = ["0:4@0 | 4:8@1", "0:4@0 | 4:8@1", "0:4@2 | 4:8@1"]
 ITERATIONS = 5
-NOTICED = r"(loss|norm) of iteration|differs by|other bits|disagree"
+NOTICED = r"iteration \d|differs by|other bits|disagree"
 
 
 def joined(program: Program, rank: int) -> set[int]:

@@ -6,17 +6,21 @@ import os
 import signal
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from megatron_flex.loop.host_copies import HostCopies
 from megatron_flex.model.config import ModelConfig
 from megatron_flex.runtime.executor import Executor
+from megatron_flex.twinlayer.client import status_of
 from tests.distributed import jobs
 from tests.distributed.host_memory import HostMemory
 from tests.distributed.pool import WorkerPool
 from tests.distributed.test_exactness import TIED, UNTIED
 from tests.distributed.test_switching import random_plans
+from tests.end_to_end import runs
 
 ROOM = 32 << 20
 GROW_SHRINK = ["0:8@0,1", "0:4@0 | 4:8@1", "0:8@0,1", "0:2@1 | 2:8@0"]
@@ -106,3 +110,45 @@ def test_a_killed_manager_changes_nothing_but_the_way(workers: WorkerPool) -> No
     plans = [*GROW_SHRINK, *GROW_SHRINK]
     statuses = both(workers, 2, TIED, plans, 8, way="late", kill_manager_after=2)
     assert statuses == [{}, {}]
+
+
+def trained(argv: Sequence[str]) -> tuple[runs.Run, dict[str, Any] | None]:
+    """A run through the training loop; beside it what its manager says at the end."""
+    statuses: list[dict[str, Any] | None] = []
+    close = HostCopies.close
+
+    def closing(self: HostCopies) -> None:
+        self._world.barrier()
+        statuses.append(None if self._layers is None else status_of(self._socket))
+        close(self)
+
+    HostCopies.close = closing  # type: ignore[method-assign]
+    try:
+        return runs.train(argv), statuses[0]
+    finally:
+        HostCopies.close = close  # type: ignore[method-assign]
+
+
+def test_the_training_loop_hands_over_through_memory_unless_it_is_told_not_to(
+    workers: WorkerPool, tmp_path: Path
+) -> None:
+    script = tmp_path / "plans.txt"
+    script.write_text("\n".join(GROW_SHRINK))
+    prefix = runs.write_documents(tmp_path / "text")
+    data = ["--data-path", prefix, "--split", "1,0,0", "--train-iters", "5"]
+    flags = [*runs.MODEL, *runs.TRAINING, *data, "--flexpipe-plans", str(script)]
+    ways = {
+        "memory": ["--flexpipe-switch", "handover"],
+        "messages": ["--flexpipe-switch", "handover", "--flexpipe-no-twin"],
+        "stall": ["--flexpipe-switch", "stall"],
+    }
+    found = {way: workers.run(2, trained, [*flags, *more])[0] for way, more in ways.items()}
+    status = found["memory"][1]
+    assert status is not None
+    assert status["handed_over"] > 0
+    assert status["without_room"] == 0
+    assert found["messages"][1] is None
+    assert found["stall"][1] is None
+    for other in ("messages", "stall"):
+        assert found[other][0].losses == found["memory"][0].losses
+        assert found[other][0].norms == found["memory"][0].norms

@@ -14,8 +14,10 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
 
 from megatron_flex.twinlayer.location import DIRECTORY
+from megatron_flex.twinlayer.worker import Member, TwinLayers, Version
 from tests.distributed.pool import WorkerPool
 from tests.end_to_end import runs
 from tests.end_to_end.elastic import Elastic, assert_nothing_is_left, losses
@@ -134,6 +136,37 @@ def test_a_killed_manager_is_said_once_and_the_disk_takes_its_place(
         assert job.run(120.0) == 0, job.output
         assert "random weights" in starts(job)[0]
         assert f"iteration 8 of {saves}: starting at iteration 8" in starts(job)[1]
+    assert losses(tmp_path / "job" / "log.jsonl") == first(undisturbed, 24)
+    assert_nothing_is_left(job.runtime)
+
+
+def test_a_damaged_version_is_passed_over(
+    flags: list[str], undisturbed: dict[int, list[float]], tmp_path: Path
+) -> None:
+    every = ["--flexpipe-twin-snapshot", "3"]
+    with start(tmp_path / "job", flags, 24, *every) as job:
+        assert job.run(60.0, reached(job, 8)) is None, job.output
+        member = Member(SIZE, "attempt 0.0", SIZE, 60.0, 10.0)
+        (socket,) = job.runtime.glob("*.sock")
+        visitor = TwinLayers(socket, member, torch.device("cpu"))
+        whole: list[Version] = []
+        while len(whole) < 2:  # two complete versions, and none that is being written
+            for process in job.processes:
+                os.kill(process.pid or 0, signal.SIGSTOP)
+            versions = visitor.versions()
+            whole = [v for v in versions if len(v.entries) == max(len(v.entries) for v in versions)]
+            if len(whole) < 2:
+                for process in job.processes:
+                    os.kill(process.pid or 0, signal.SIGCONT)
+                time.sleep(0.02)
+                assert job.watch() is None, job.output
+        newest, older = whole
+        newest.entries[0].data[1000] ^= 1
+        visitor.close()
+        for rank in range(SIZE):
+            job.kill(rank)
+        assert job.run(120.0) == 0, job.output
+        assert f"iteration {older.number} in host memory" in starts(job)[1]
     assert losses(tmp_path / "job" / "log.jsonl") == first(undisturbed, 24)
     assert_nothing_is_left(job.runtime)
 

@@ -163,6 +163,18 @@ WRONG: list[tuple[str, tuple[str, ...], str]] = [
         (),
         "--flexpipe-plan: the plan .* covers 9 units, the model has 10",
     ),
+    ("--flexpipe-twin-timeout 9", (), "no effect without --flexpipe-twin-snapshot"),
+    ("--flexpipe-twin-snapshot 5 --flexpipe-no-twin", (), "keeps what --flexpipe-no-twin forbids"),
+    (
+        "--flexpipe-twin-snapshot 5 --save a --save-interval 9",
+        (),
+        "give --load the directory of --save",
+    ),
+    (
+        "--flexpipe-twin-snapshot 5 --save a --save-interval 9 --load b",
+        (),
+        "give --load the directory of --save",
+    ),
     ("--flexpipe-plan 0:10@0-4", (), "names device 4, but there are 4 workers"),
     ("--flexpipe-plan 0:5@x", (), "--flexpipe-plan: stage 0 of the plan is '0:5@x'"),
     (
@@ -196,6 +208,8 @@ RIGHT: list[tuple[str, tuple[str, ...]]] = [
     ("--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Et*3|tL", ()),
     ("--flexpipe-plan 0:5@0,1|5:10@2", ()),
     ("--flexpipe-schedule gpipe", ()),
+    ("--flexpipe-twin-snapshot 5 --flexpipe-twin-timeout 60", ()),
+    ("--flexpipe-twin-snapshot 5 --save a --save-interval 9 --load ./a", ()),
     ("--micro-batch-size 3", ("--micro-batch-tokens",)),
     ("--split 99,1,0 --eval-interval 10", ()),
     ("--swiglu --normalization RMSNorm --disable-bias-linear --bf16", ()),

@@ -53,7 +53,8 @@ def test_every_new_holder_receives_each_slab_once_from_an_old_holder(
         assert not nearer or COSTS.cluster.server_of(move.source) == same
     assert all(size <= spare for size in priced.early_bytes)
     assert priced.seconds >= 0.0
-    assert LiveSwitches(COSTS).seconds(running(old, spare), new) == pytest.approx(priced.seconds)
+    fast = LiveSwitches(COSTS).price(running(old, spare), new)
+    assert (fast.seconds, fast.moved) == pytest.approx((priced.seconds, priced.moved))
 
 
 def test_growing_drops_and_moves_nothing() -> None:
@@ -122,6 +123,6 @@ def test_sharded_state_is_cut_anew_when_a_degree_changes() -> None:
     assert {m.device for m in recut.moves} == {0, 1}
     for seconds in (0.0, 1.0):
         before = running(old, spare=3e8, seconds=seconds)
-        fast = LiveSwitches(costs).seconds(before, new)
-        assert fast == pytest.approx(switch(costs, before, new).seconds)
+        fast = LiveSwitches(costs).price(before, new)
+        assert fast.seconds == pytest.approx(switch(costs, before, new).seconds)
     assert recut.moved < switch(COSTS, running(old), Plan.parse("0:14@0-5")).moved

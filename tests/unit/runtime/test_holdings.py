@@ -13,6 +13,7 @@ from megatron_flex.model.blocks import build_block
 from megatron_flex.model.config import ModelConfig
 from megatron_flex.planner.plan import Plan
 from megatron_flex.runtime.holdings import Holdings
+from megatron_flex.runtime.optimizer import OptimizerConfig, StepSize, update
 from tests.unit.model.support import make_batch, make_config, run
 from tests.unit.runtime.slabs import CPU
 
@@ -168,6 +169,43 @@ def test_nothing_but_the_pool_keeps_the_memory_of_a_dropped_slab(dtype: str, exa
         gc.collect()
         assert [ref() for ref in alive] == [None] * len(alive), f"slab {number}"
     del holdings
+
+
+@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_optimizer_state_goes_to_the_host_and_comes_back(dtype: str, exact: bool) -> None:
+    holdings = hold(make_config(params_dtype=dtype), "0:6@0", exact=exact)
+    names = set(holdings.named_state(owned=True))
+    for slab in holdings:
+        slab.exp_avg.normal_()
+        slab.exp_avg_sq.uniform_()
+    before = {k: v.clone() for k, v in holdings.named_state(owned=True).items()}
+    used = holdings.pool.used
+    for number in (1, 4, 6):
+        holdings.rehouse(number, offloaded=True)
+    moved = sum(holdings.slabs[n].layout.numel for n in (1, 4, 6))
+    assert holdings.pool.used == used - moved * (8 if dtype == "float32" else 12)
+    check(holdings)
+    for _ in range(2):
+        after = holdings.named_state(owned=True)
+        assert set(after) == names
+        assert all(torch.equal(before[k], v) for k, v in after.items())
+        for number in (1, 4, 6):
+            holdings.rehouse(number, offloaded=False)
+    assert holdings.pool.used == used
+    check(holdings)
+
+
+def test_a_state_on_the_host_has_the_weights_of_the_last_update() -> None:
+    holdings = hold(TIED, "0:6@0")
+    holdings.rehouse(1, offloaded=True)
+    slab = holdings.slabs[1]
+    slab.grads.fill_(1.0)
+    brought = slab.swapped.clone()
+    update(slab, OptimizerConfig(), StepSize(0.1, 0.0), 1.0, 0, brought)
+    assert not torch.equal(slab.master, slab.params)
+    assert torch.equal(slab.state[: slab.layout.numel], slab.params.detach())
+    assert torch.equal(slab.master, slab.params.detach())
 
 
 def test_the_next_slab_of_the_same_size_takes_over_the_memory() -> None:

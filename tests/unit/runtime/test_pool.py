@@ -67,6 +67,21 @@ def test_a_slab_of_no_size_takes_no_memory() -> None:
     assert (memory.used, memory.kept, memory.most) == (0, 0, 0)
 
 
+def test_kept_memory_is_given_back_on_request_largest_first() -> None:
+    memory = pool()
+    taken = [memory.take(numel) for numel in (1024, 4096, 2048)]
+    for buffers in taken:
+        memory.give(buffers)
+    alive = [weakref.ref(buffers) for buffers in taken]
+    del taken, buffers
+    memory.trim(16 * 3072)
+    assert [ref() is None for ref in alive] == [False, True, False]
+    assert memory.kept == 16 * 3072
+    memory.trim(0)
+    assert [ref() is None for ref in alive] == [True, True, True]
+    assert (memory.used, memory.kept) == (0, 0)
+
+
 @given(st.integers(0, 2**32), st.integers(1, 4))
 def test_no_sequence_keeps_more_than_the_most_in_use(seed: int, kinds: int) -> None:
     rng = random.Random(seed)

@@ -62,12 +62,17 @@ def test_a_slab_without_parameters_is_empty() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("exact", [False, True])
-def test_the_bytes_of_a_slab_are_those_that_it_takes(dtype: torch.dtype, exact: bool) -> None:
-    buffers = Buffers.allocate(2048, dtype, CPU, exact)
-    tensors = {t.data_ptr(): t for t in vars(buffers).values() if t is not None}
+@pytest.mark.parametrize("offloaded", [False, True])
+def test_the_bytes_of_a_slab_are_those_that_it_takes(
+    dtype: torch.dtype, exact: bool, offloaded: bool
+) -> None:
+    buffers = Buffers.allocate(2048, dtype, CPU, exact, offloaded)
+    found = [t for t in vars(buffers).values() if isinstance(t, torch.Tensor)]
+    tensors = {t.data_ptr(): t for t in found if not (offloaded and t is buffers.state)}
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in tensors.values()}
     taken = sum(s.nbytes() for s in storages.values())
-    assert taken == Buffers.nbytes(2048, dtype, exact)
+    assert taken == Buffers.nbytes(2048, dtype, exact, offloaded)
+    assert not buffers.state.any()
     for tensor in tensors.values():
         assert tensor.data_ptr() % 64 == 0
         assert not tensor.any()

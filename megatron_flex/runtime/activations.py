@@ -1,0 +1,191 @@
+"""Saved activations that go to the host's memory after their forward and return for the backward.
+
+Autograd hands every tensor that it saves to a hook, which keeps its storage here. Between forward
+and backward the storages of one pass travel together, through the segment-copy kernel and without
+the interpreter's lock on the CPU, on a stream of their own on CUDA. The way out is waited for
+before the next pass, which may need the memory; the way back runs beside the pass before the one
+that needs it.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from weakref import WeakValueDictionary
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron_flex.kernels import SegmentCopy
+from megatron_flex.schedule.residency import Key
+
+SMALLEST = 4096
+"""Bytes; what is smaller stays."""
+_ALIGNMENT = 64
+
+
+@dataclass(eq=False)
+class _Storage:
+    """The memory of saved tensors: on the device, or on the host."""
+
+    bytes: int
+    device: torch.UntypedStorage | None
+    group: _Group
+    offset: int = 0  # in the group's buffer on the host
+
+    def get(self) -> torch.UntypedStorage:
+        """The memory on the device; brings the whole group back if nobody has."""
+        if self.device is None:
+            self.group.owner.back(self.group.key)
+        self.group.wait()
+        assert self.device is not None
+        return self.device
+
+
+@dataclass(frozen=True)
+class _Saved:
+    """What autograd keeps instead of a tensor."""
+
+    storage: _Storage
+    dtype: torch.dtype
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+    def tensor(self) -> Tensor:
+        """The tensor."""
+        memory = self.storage.get()
+        empty = torch.empty(0, dtype=self.dtype, device=memory.device)
+        return empty.set_(memory, self.offset, self.size, self.stride)  # type: ignore[call-overload, no-any-return]
+
+
+@dataclass(eq=False)
+class _Group:
+    """The storages of one pass.
+
+    They are known weakly: a storage is gone when autograd has used all that lies in it.
+    """
+
+    key: Key
+    owner: ActivationOffload
+    storages: WeakValueDictionary[int, _Storage] = field(default_factory=WeakValueDictionary)
+    buffer: Tensor | None = None
+    moving: Future[None] | torch.cuda.Event | None = None
+
+    def wait(self) -> None:
+        """Let what follows come after the copy under way."""
+        if isinstance(self.moving, Future):
+            self.moving.result()
+        elif self.moving is not None:
+            torch.cuda.current_stream().wait_event(self.moving)
+        self.moving = None
+
+
+class ActivationOffload:
+    """The activations of one worker that go to the host."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._groups: dict[Key, _Group] = {}
+        self._free: dict[int, list[Tensor]] = defaultdict(list)  # host buffers by size
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._pool: ThreadPoolExecutor | None = None
+
+    def saving(self, key: Key, stay: Iterable[Tensor]) -> AbstractContextManager[object]:
+        """What autograd saves in this context belongs to the pass ``key``.
+
+        ``stay``: tensors whose storages stay on the device: weights, and the unit's input.
+        """
+        group = self._groups.setdefault(key, _Group(key, self))
+        own = {t.untyped_storage().data_ptr() for t in stay}
+
+        def pack(tensor: Tensor) -> Tensor | _Saved:
+            memory = tensor.untyped_storage()
+            address = memory.data_ptr()
+            if not tensor.is_floating_point() or address in own or memory.nbytes() < SMALLEST:
+                return tensor
+            storage = group.storages.get(address)
+            if storage is None:
+                storage = group.storages[address] = _Storage(memory.nbytes(), memory, group)
+            return _Saved(
+                storage, tensor.dtype, tensor.size(), tensor.stride(), tensor.storage_offset()
+            )
+
+        def unpack(saved: Tensor | _Saved) -> Tensor:
+            return saved.tensor() if isinstance(saved, _Saved) else saved
+
+        return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
+
+    def away(self, key: Key) -> None:
+        """Copy what the pass saved to the host, and free it on the device."""
+        group = self._groups.get(key)
+        if group is None or not group.storages:
+            return
+        storages = list(group.storages.values())
+        total = 0
+        for storage in storages:
+            storage.offset = total
+            total += _round_up(storage.bytes)
+        group.buffer = self._free[total].pop() if self._free[total] else self._host(total)
+        self._move(group, storages, out=True)
+        group.wait()
+        for storage in storages:
+            storage.device = None
+
+    def back(self, key: Key) -> None:
+        """Begin to copy it to the device again."""
+        group = self._groups.get(key)
+        if group is None or group.buffer is None or group.moving is not None:
+            return
+        storages = list(group.storages.values())
+        if all(s.device is not None for s in storages):
+            return
+        for storage in storages:
+            storage.device = torch.UntypedStorage(storage.bytes, device=self._device)
+        self._move(group, storages, out=False)
+
+    def done(self, key: Key) -> None:
+        """The backward of the pass has ended."""
+        group = self._groups.pop(key, None)
+        if group is not None and group.buffer is not None:
+            group.wait()
+            self._free[group.buffer.numel()].append(group.buffer)
+
+    # ---- copies ------------------------------------------------------------------------------
+
+    def _host(self, size: int) -> Tensor:
+        if self._stream is not None:
+            return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+        # Memory of the host: for CPU workers, outside the allocator that stands for the device's.
+        return torch.from_numpy(np.empty(size, dtype=np.uint8))
+
+    def _move(self, group: _Group, storages: list[_Storage], *, out: bool) -> None:
+        assert group.buffer is not None
+        tensors = []
+        for storage in storages:
+            assert storage.device is not None
+            empty = torch.empty(0, dtype=torch.uint8, device=self._device)
+            tensors.append(empty.set_(storage.device))  # type: ignore[call-overload]
+        offsets = [storage.offset for storage in storages]
+        if self._stream is None:
+            if self._pool is None:
+                self._pool = ThreadPoolExecutor(1, "activations")
+            copy = SegmentCopy(tensors, group.buffer, offsets)
+            group.moving = self._pool.submit(copy.gather if out else copy.scatter, 1)
+            return
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            for tensor, offset in zip(tensors, offsets, strict=True):
+                part = group.buffer[offset : offset + tensor.numel()]
+                (part if out else tensor).copy_(tensor if out else part, non_blocking=True)
+                tensor.record_stream(self._stream)
+            group.moving = torch.cuda.Event()
+            group.moving.record(self._stream)
+
+
+def _round_up(size: int) -> int:
+    return -(-size // _ALIGNMENT) * _ALIGNMENT
