@@ -75,7 +75,7 @@ SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     # planner_switch.cpp
     "mflex_planner_switch": (
         None,
-        [_LONG, *(_POINTER,) * 6, _LONG, _LONG, _LONG, *(_POINTER,) * 3],
+        [_LONG, *(_POINTER,) * 7, _LONG, _LONG, _LONG, *(_POINTER,) * 3],
     ),
     "mflex_planner_hbsa": (_DOUBLE, [_POINTER, _LONG, *(_POINTER,) * 3]),
     "mflex_planner_search": (_LONG, [_POINTER, _LONG, _POINTER, _POINTER]),

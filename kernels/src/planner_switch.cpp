@@ -37,9 +37,9 @@ struct Ends {
 MFLEX_API void mflex_planner_switch(int64_t slabs, const int64_t* old_offset,
                                     const int64_t* old_devices, const int64_t* new_offset,
                                     const int64_t* new_devices, const double* parameters,
-                                    const double* optimizer, int64_t sharded, int64_t devices,
-                                    int64_t per_server, const double* wires, const double* spare,
-                                    double* out) {
+                                    const double* optimizer, const double* gradients,
+                                    int64_t sharded, int64_t devices, int64_t per_server,
+                                    const double* wires, const double* spare, double* out) {
   const Wire intra{wires[0], wires[1]}, inter{wires[2], wires[3]}, host{wires[4], wires[5]};
   const int64_t servers = (devices + per_server - 1) / per_server;
   std::vector<double> left(spare, spare + devices), load(devices, 0.0);
@@ -56,10 +56,10 @@ MFLEX_API void mflex_planner_switch(int64_t slabs, const int64_t* old_offset,
     const double shard = sharded ? optimizer[s] / degree : optimizer[s];
     writers.clear();
     for (const int64_t* device = new_begin; device != new_end; ++device) {
-      double need = parameters[s] + shard;
+      double need = parameters[s] + shard, room = need + gradients[s];
       if (std::binary_search(old_begin, old_end, *device)) {
         if (!sharded || old_end - old_begin == new_end - new_begin) continue;
-        need = shard;
+        need = room = shard;
       }
       // The least loaded holder, on the device's own server if there is one.
       int64_t source = -1;
@@ -78,10 +78,10 @@ MFLEX_API void mflex_planner_switch(int64_t slabs, const int64_t* old_offset,
       moved += need;
       const int64_t from = source / per_server;
       const bool across = from != server;
-      const bool fits = left[*device] >= need;
+      const bool fits = left[*device] >= room;
       const double shared = need * inter.seconds_per_byte / static_cast<double>(per_server);
       if (fits) {
-        left[*device] -= need;
+        left[*device] -= room;
         early.add(source, *device, (across ? inter : intra).seconds(need));
         if (across) early_servers.add(from, server, shared);
         continue;

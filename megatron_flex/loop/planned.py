@@ -51,8 +51,9 @@ def planner_setup(config: Config, parts: Parts, world_size: int) -> Setup:
         budget=f.memory_budget,
         exact_memory=True,
         bitwise=f.flexpipe_bitwise,
-        offload_optimizer=False,
-        offload_activations=False,
+        # Tried on CPU workers only; on GPUs a plan may still ask for it.
+        offload_optimizer=not torch.cuda.is_available(),
+        offload_activations=not torch.cuda.is_available(),
     )
     path = f.flexpipe_profile
     coefficients = cost_coefficients(parts.model)

@@ -152,7 +152,13 @@ class Finder:
         ``best``: the plan that lacks least, looked at by its program; without it, the least
         shortfall of the bound over the ways of cutting the batch.
         """
-        allowed = "with recompute and offload" if self.units.options.memory_optimisation else ""
+        options = self.units.options
+        ways = {
+            "recompute": options.recompute,
+            "offload": options.offload_optimizer or options.offload_activations,
+        }
+        names = [name for name, on in ways.items() if on and options.memory_optimisation]
+        allowed = f"with {' and '.join(names)}" if names else ""
         advice = (
             "; raise --flexpipe-memory-budget-gb, lower --micro-batch-tokens, limit samples with"
             " --max-sample-length and --overlong, or use more devices"

@@ -159,6 +159,7 @@ class LiveSwitches:
         slabs = [costs.slab_state(s) for s in range(costs.layers.num_slabs)]
         self._parameters = np.array([float(s.parameters) for s in slabs])
         self._optimizer = np.array([float(s.optimizer) for s in slabs])
+        self._gradients = np.array([joiner_bytes(costs, s) for s in range(costs.layers.num_slabs)])
         links = (costs.intra, costs.cluster.inter, costs.host)
         pairs = [(link.latency, 1.0 / link.bytes_per_second) for link in links]
         self._wires = np.array(pairs).ravel()
@@ -181,7 +182,7 @@ class LiveSwitches:
         function("mflex_planner_switch")(
             len(self._parameters), old.offset.ctypes.data, old.devices.ctypes.data,
             new.offset.ctypes.data, new.devices.ctypes.data, self._parameters.ctypes.data,
-            self._optimizer.ctypes.data, int(options.shard_optimizer), cluster.world_size,
+            self._optimizer.ctypes.data, self._gradients.ctypes.data, int(options.shard_optimizer), cluster.world_size,
             cluster.devices_per_server, self._wires.ctypes.data, spare.ctypes.data,
             out.ctypes.data,
         )  # fmt: skip

@@ -154,7 +154,7 @@ def test_groups_come_and_go_while_others_are_in_use(
     rounds = count(40, 1000)
     taken = workers.run(size, churn, 1, rounds, capacity, timeout=30.0 + rounds)
     for before, early, after, most in taken:
-        assert capacity <= most <= capacity + 4
+        assert capacity <= most <= max(capacity, 8)  # four an iteration, and the one before
         assert after.threads <= before.threads
         assert after.descriptors <= before.descriptors
         assert after.resident - early.resident <= 8 << 20
