@@ -64,9 +64,7 @@ class Fitter:
     def peaks(self, plan: Plan, batch: Batch) -> tuple[float, ...]:
         """Peak bytes of every device of the world."""
         costs = self._costs
-        sizes = [
-            _Size(int(t), int(s)) for t, s in zip(batch.tokens, batch.squares, strict=True)
-        ]
+        sizes = [_Size(int(t), int(s)) for t, s in zip(batch.tokens, batch.squares, strict=True)]
         program = build(
             plan,
             costs.layers,

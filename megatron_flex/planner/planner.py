@@ -28,7 +28,6 @@ from megatron_flex.planner.simulation import Prediction
 from megatron_flex.planner.static import static_plan
 from megatron_flex.planner.switching import LiveSwitches, Running
 
-
 LAST_TRIES = 8
 """Plans that are looked at exactly where the bound says that none fits."""
 
@@ -201,7 +200,7 @@ class Planner:
             few = self._by_program(finder, ranked, running)
         if settled not in few:
             settled = None
-        judged = [self._judge(finder, c) for c in few]
+        judged = self._judge_all(finder, few)
         judged.sort(key=lambda j: _rank(j.candidate, current, j.predicted.total))
         best = judged[0]
         mine = next((j for j in judged if kept is not None and j.candidate == kept), None)
@@ -274,6 +273,22 @@ class Planner:
         pricer = finder.pricers[candidate.micro_batching]
         price, simulated = refine(pricer, candidate.price, simulated, self.options.refinements)
         return Judged(replace(candidate, price=price), simulated)
+
+    def _judge_all(self, finder: Finder, few: Sequence[Candidate]) -> list[Judged]:
+        """Simulate candidates, most promising first.
+
+        The closed form is at or below the simulation, so what it puts above a simulated one cannot
+        win, and is not simulated.
+        """
+        judged: list[Judged] = []
+        best = math.inf
+        for candidate in sorted(few, key=lambda c: c.seconds):
+            if candidate.seconds >= best:
+                judged.append(Judged(candidate, None))
+                continue
+            judged.append(self._judge(finder, candidate))
+            best = min(best, judged[-1].predicted.total)
+        return judged
 
     def _judge(self, finder: Finder, candidate: Candidate) -> Judged:
         if self.options.simulations == 0:

@@ -4,7 +4,8 @@
 
 The first line sets it up (:class:`Setup`); each further line is a :class:`Question`, answered by
 one line. It holds no state that a decision depends on but the running correction of its
-predictions, which travels in the answers. A process, not a thread: a busy Python thread slows a worker down.
+predictions, which travels in the answers. A process, not a thread: a busy Python thread slows a
+worker down.
 """
 
 from __future__ import annotations
@@ -31,9 +32,9 @@ from megatron_flex.planner.build import Batch
 from megatron_flex.planner.closed_form import closed_form_profile
 from megatron_flex.planner.decision import Decision, Infeasible
 from megatron_flex.planner.exhaustive import exhaustive
+from megatron_flex.planner.fit import MARGIN
 from megatron_flex.planner.hbsa import Hbsa
 from megatron_flex.planner.lookahead import Lookahead
-from megatron_flex.planner.fit import MARGIN
 from megatron_flex.planner.options import PlannerOptions
 from megatron_flex.planner.plan import Plan, PlanError
 from megatron_flex.planner.planner import Planner

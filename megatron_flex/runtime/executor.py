@@ -70,7 +70,7 @@ class StepInputs:
     step_size: StepSize | None = None
     signals: tuple[bool, ...] = ()
     count_zeros: bool = False
-    memory: Expected = Expected()
+    memory: Expected = field(default_factory=Expected)
 
 
 @dataclass(frozen=True)

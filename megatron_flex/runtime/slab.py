@@ -90,7 +90,8 @@ class Buffers:
         offloaded: bool = False,
     ) -> Buffers:
         """New memory, all zero."""
-        state = host_zeros(3 * numel, device) if offloaded else torch.zeros(3 * numel, device=device)
+        size = 3 * numel
+        state = host_zeros(size, device) if offloaded else torch.zeros(size, device=device)
         apart = offloaded or dtype != torch.float32
         params = torch.zeros(numel, dtype=dtype, device=device) if apart else state[:numel]
         sums = torch.zeros(numel, dtype=torch.int64, device=device) if exact else None

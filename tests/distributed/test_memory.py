@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -15,7 +16,9 @@ DROPPING = replace(TIED, hidden_dropout=0.1, attention_dropout=0.1)
 ITERATIONS = 3
 
 
-def run(workers: WorkerPool, config: ModelConfig, plan: str, size: int, **options: object) -> jobs.Merged:
+def run(
+    workers: WorkerPool, config: ModelConfig, plan: str, size: int, **options: Any
+) -> jobs.Merged:
     return jobs.merge(workers.run(size, jobs.train, config, plan, ITERATIONS, **options))
 
 

@@ -13,9 +13,7 @@ from tests.distributed.test_switching import WAYS, random_plans
 
 
 @pytest.mark.parametrize("way", ["early", "mixed"])
-def test_layers_that_move_within_an_iteration_change_nothing(
-    workers: WorkerPool, way: str
-) -> None:
+def test_layers_that_move_within_an_iteration_change_nothing(workers: WorkerPool, way: str) -> None:
     plans = ["0:4@0 | 4:8@1", "0:6@0 | 6:8@1", "0:2@1 | 2:8@0,1", "0:8@1"]
     expected = reference(workers, TIED, iterations=6)
     got = workers.run(2, jobs.train, TIED, plans, 6, way=way, migrate=True)
@@ -30,9 +28,7 @@ def test_random_plans_with_migration_equal_one_process(
         devices = 2 + seed % 3
         plans = random_plans(1000 + seed, config.layers.num_units, devices, 8)
         expected = reference(workers, config, iterations=8)
-        got = workers.run(
-            devices, jobs.train, config, plans, 8, way=WAYS[seed % 3], migrate=True
-        )
+        got = workers.run(devices, jobs.train, config, plans, 8, way=WAYS[seed % 3], migrate=True)
         try:
             jobs.assert_same(jobs.merge(got), expected)
         except AssertionError as error:

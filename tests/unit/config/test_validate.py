@@ -22,8 +22,11 @@ WRONG: list[tuple[str, tuple[str, ...], str]] = [
         "each half of a layer keeps its own here: use 1",
     ),
     (f"{FULL} --recompute-activations", (), "means --recompute-granularity selective, not full"),
-    (f"{FULL} --recompute-method block --recompute-num-layers 1 --recompute-modules mlp", (),
-     "--recompute-modules has no effect without --recompute-granularity selective"),
+    (
+        f"{FULL} --recompute-method block --recompute-num-layers 1 --recompute-modules mlp",
+        (),
+        "--recompute-modules has no effect without --recompute-granularity selective",
+    ),
     ("--recompute-method block", (), "--recompute-method has no effect without --recompute-gran"),
     ("--recompute-modules moe", (), "models are dense; use mlp"),
     ("--flexpipe --recompute-activations", (), "with --flexpipe the planner chooses what is recom"),

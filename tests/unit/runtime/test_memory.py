@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -48,10 +48,10 @@ class Worker:
 
 
 @pytest.fixture(scope="module")
-def worker() -> Iterator[Worker]:
+def worker() -> Worker:
     found = Worker()
     found.step()
-    yield found
+    return found
 
 
 def allocator_peak(run: Callable[[], object]) -> int:
@@ -60,7 +60,7 @@ def allocator_peak(run: Callable[[], object]) -> int:
     with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
         run()
     sizes = []
-    stack = list(profile.profiler.kineto_results.experimental_event_tree())  # type: ignore[union-attr]
+    stack = list(profile.profiler.kineto_results.experimental_event_tree())
     while stack:
         event = stack.pop()
         stack.extend(event.children)

@@ -61,8 +61,6 @@ def test_the_tool_draws_both(
     assert {p.name for p in tmp_path.glob("*.svg")} == {"picture-planned.svg", "picture-actual.svg"}
 
 
-def test_a_missing_iteration_is_an_error(
-    trace: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_missing_iteration_is_an_error(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert draw_schedule.main(["--trace", str(trace), "--iteration", "9"]) == 2
     assert "it has iterations 1 to 1, not 9" in capsys.readouterr().err
