@@ -48,8 +48,8 @@ FLAGS: tuple[Refusal, ...] = (
     _refuse(
         "optimizer-cpu-offload optimizer-offload-fraction cpu-offloading-num-layers"
         " fine-grained-activation-offloading offload-modules",
-        "nothing is offloaded to the host in this version",
-        "use more stages to need less memory",
+        "what lives in the host's memory is part of a plan, unit by unit",
+        "name the units in --flexpipe-plan, or let --flexpipe choose them",
     ),
     # Parallelism of other kinds.
     _refuse(

@@ -389,7 +389,6 @@ def _switching(config: Config) -> Problems:
         "flexpipe_planner",
         "flexpipe_lookahead",
         "flexpipe_unit",
-        "flexpipe_memory_budget_gb",
         "flexpipe_cluster",
         "flexpipe_profile",
     )

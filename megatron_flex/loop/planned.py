@@ -159,19 +159,19 @@ class PlannedPlans:
         )
 
     def _keep(self, iteration: int) -> str:
-        """The plan before stays, unless the batch does not fit it."""
+        """The layout before stays, with what this batch needs for its memory, if it fits."""
         assert self._setup is not None
-        service = Service(self._setup)
-        batch = self._setup.cut.batch(self._lengths(iteration))
-        candidate = service.planner.finder([batch]).best_of(self._choice.plan, None, "current")
+        planner = Service(self._setup).planner
+        finder = planner.finder([self._setup.cut.batch(self._lengths(iteration))])
+        candidate = planner.fitted(finder, finder.best_of(self._choice.plan, None, "current"))
         if not candidate.price.fits:
             return _told(
                 self._choice,
                 problem=f"the planner gave no plan for iteration {iteration + 1}, and its batch"
                 f" does not fit the plan before it ({self._choice.plan}): a device lacks"
-                f" {candidate.price.missing:.0f} bytes of --flexpipe-memory-budget-gb",
+                f" {candidate.price.shortfall:.0f} bytes of --flexpipe-memory-budget-gb",
             )
-        return _told(replace(self._choice, action="", reason="kept: no decision", late=frozenset()))
+        return _told(Choice(candidate.plan, reason="kept: no decision"))
 
     def _take(self, iteration: int, timeout: float) -> Answer | None:
         """The answer for ``iteration``, if it is there; older ones are passed over."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -75,13 +76,12 @@ class StaticPlan:
 class ScriptedPlans:
     """A plan for each iteration, from a file; the last one stays."""
 
-    plans: list[Plan] = field(default_factory=list)
+    choices: list[Choice] = field(default_factory=list)
     change: bool = True
 
     def at(self, iteration: int) -> Choice:
         """The plan in line ``iteration``."""
-        plan = self.plans[min(iteration, len(self.plans) - 1)]
-        return Choice(plan, reason="scripted")
+        return self.choices[min(iteration, len(self.choices) - 1)]
 
     def measured(self, iteration: int, seconds: float, memory: float) -> None:
         """Nobody plans."""
@@ -90,8 +90,15 @@ class ScriptedPlans:
         """Nothing to end."""
 
 
-def read_plans(path: str, num_units: int, num_devices: int) -> list[Plan]:
-    """The plans of a ``--flexpipe-plans`` file; raises ``PlanError`` naming the line."""
+_LATE = re.compile(r"(\d+)@(\d+)")
+
+
+def read_plans(path: str, num_units: int, num_devices: int) -> list[Choice]:
+    """The plans of a ``--flexpipe-plans`` file; raises ``PlanError`` naming the line.
+
+    A line is a plan, then, after ``~``, the slabs (as SLAB@WORKER) that are handed over after the
+    update of the iteration before it, and after ``#`` what people say of it.
+    """
     try:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -101,12 +108,17 @@ def read_plans(path: str, num_units: int, num_devices: int) -> list[Plan]:
         words = line.partition("#")[0].strip()
         if not words:
             continue
+        words, _, late = words.partition("~")
         try:
             plan = Plan.parse(words)
             plan.check(num_units, num_devices)
+            pairs = [_LATE.fullmatch(pair.strip()) for pair in late.split(",") if pair.strip()]
+            if None in pairs:
+                raise PlanError(f"'{late.strip()}': expected SLAB@WORKER, such as 3@1,4@2")
         except PlanError as error:
             raise PlanError(f"--flexpipe-plans {path}, line {number}: {error}") from None
-        plans.append(plan)
+        handed_over = frozenset((int(p[1]), int(p[2])) for p in pairs if p is not None)
+        plans.append(Choice(plan, reason="scripted", late=handed_over))
     if not plans:
         raise PlanError(f"--flexpipe-plans {path} has no plans")
     return plans
@@ -135,5 +147,7 @@ class Recording:
             notes.append(f"action {choice.action}")
         if choice.reason:
             notes.append(" ".join(choice.reason.split()))
+        late = ",".join(f"{slab}@{device}" for slab, device in sorted(choice.late))
+        text = f"{choice.plan} ~ {late}" if late else str(choice.plan)
         with self._path.open("a", encoding="utf-8") as file:
-            file.write(f"{choice.plan}  # {'; '.join(notes)}\n")
+            file.write(f"{text}  # {'; '.join(notes)}\n")

@@ -18,6 +18,7 @@ from megatron_flex.planner.ordering import op_costs
 from megatron_flex.planner.plan import Plan
 from megatron_flex.planner.plans import groups_of
 from megatron_flex.planner.pricing import Price, Pricer, price_with
+from megatron_flex.planner.switching import Running, Way, switch
 from megatron_flex.schedule.list_scheduler import build, policy
 
 MARGIN = 0.02
@@ -74,6 +75,16 @@ class Fitter:
             world_size=costs.cluster.world_size,
         ).program
         return self._footprint.peaks(program)
+
+    def hands_over(self, running: Running, plan: Plan) -> bool:
+        """Whether all devices have room for what is handed over between ``running`` and ``plan``."""
+        costs = self._costs
+        moves = switch(costs, running, plan).moves
+        late = {(m.slab, m.device) for m in moves if m.way is Way.HAND_OVER}
+        if not late:
+            return True
+        world = costs.cluster.world_size
+        return max(self._footprint.handed_over(running.plan, plan, late, world)) <= costs.budget
 
     def _fit(self, pricer: Pricer, plan: Plan) -> Price:
         tables = pricer.problem.tables

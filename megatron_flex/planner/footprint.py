@@ -10,11 +10,9 @@ is not among them.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import cached_property
-
-import numpy as np
 
 from megatron_flex.model.config import ModelConfig
 from megatron_flex.model.layers import Kind, Unit
@@ -25,10 +23,8 @@ from megatron_flex.planner.memory import (
     word_embedding_count,
 )
 from megatron_flex.planner.passes import Level, Passes, passes
-from megatron_flex.planner.plan import OPlan, Plan
-from megatron_flex.planner.tables import Array
+from megatron_flex.planner.plan import OPlan, Plan, Stage
 from megatron_flex.schedule.instructions import (
-    Backward,
     Compute,
     Drop,
     Forward,
@@ -47,21 +43,32 @@ from megatron_flex.schedule.residency import POSTED, WINDOW, travels
 from megatron_flex.schedule.slabs import slab_holders
 
 _ALIGNMENT, _ROW = 32, 1024  # elements; of parameters within a slab, and of slabs
+_REMEMBERED = 4096  # stages
 
 
-@dataclass(frozen=True)
-class _Curve:
-    """Levels of one pass through a stage above what was in use before it, as arrays."""
+Lines = tuple[tuple[float, float], ...]
+"""Bytes as the highest of some lines in the tokens: (fixed, token) of each."""
 
-    fixed: Array
-    token: Array
 
-    @classmethod
-    def of(cls, levels: Sequence[Level]) -> _Curve:
-        return cls(np.array([x.fixed for x in levels]), np.array([x.token for x in levels]))
+def _envelope(levels: Sequence[Level]) -> Lines:
+    """The levels that are the highest for some number of tokens."""
+    kept: list[tuple[float, float]] = []
+    for fixed, token in sorted({(x.fixed, x.token) for x in levels}, key=lambda x: (x[1], x[0])):
+        # Steeper lines come later: one that lies below at 0 tokens may still be overtaken.
+        while kept and kept[-1][0] <= fixed:
+            kept.pop()
+        while len(kept) > 1:
+            (f0, t0), (f1, t1) = kept[-2:]
+            # The last one is never highest if the new one overtakes the one before it no later.
+            if (f0 - fixed) * (t1 - t0) > (f0 - f1) * (token - t0):
+                break
+            kept.pop()
+        kept.append((fixed, token))
+    return tuple(kept)
 
-    def __call__(self, tokens: float) -> float:
-        return float((self.fixed + self.token * tokens).max())
+
+def _highest(lines: Lines, tokens: float) -> float:
+    return max([fixed + token * tokens for fixed, token in lines])
 
 
 @dataclass(frozen=True)
@@ -69,14 +76,15 @@ class _StagePasses:
     """Bytes of the passes of one stage.
 
     A token: ``left`` from a forward to its backward, ``travels`` of it to the host if there is time
-    between them, ``output`` that the forward gives.
+    between them, ``output`` that the forward gives, ``context`` that belongs to the micro-batch.
     """
 
     left: float
     travels: float
     output: float
-    forward: _Curve
-    backward: _Curve
+    context: float
+    forward: Lines
+    backward: Lines
 
 
 class Footprint:
@@ -90,10 +98,12 @@ class Footprint:
     def __init__(self, config: ModelConfig, *, exact: bool = False) -> None:
         self._config = config
         self._exact = exact
-        self._units = config.layers.units
+        self._layers = config.layers
+        self._units = self._layers.units
         self._passes: Mapping[Kind, Passes] = passes(config)
         self._hidden = boundary_bytes(config)
         self._stages: dict[tuple[int, int, OPlan], _StagePasses] = {}
+        self._holders: tuple[Plan, tuple[tuple[int, ...], ...]] | None = None  # of the last plan
 
     # ---- slabs -------------------------------------------------------------------------------
 
@@ -113,37 +123,78 @@ class Footprint:
             found.append(padded((*own, *parameter_sizes(c, unit.kind))))
         return (*found, padded((words,))) if c.layers.tied else tuple(found)
 
+    @cached_property
+    def _sizes(self) -> tuple[tuple[float, float], ...]:
+        """Bytes of every slab: without optimizer state, and of that."""
+        states = [state_bytes(self._config, elements) for elements in self._elements]
+        sums = 2 if self._exact else 0
+        return tuple(
+            (float(s.parameters + (1 + sums) * s.gradients), float(s.optimizer)) for s in states
+        )
+
     def slab(self, number: int, *, offloaded: bool = False) -> float:
         """Bytes of a slab on a device that holds it."""
-        elements = self._elements[number]
-        state = state_bytes(self._config, elements)
-        optimizer = 0 if offloaded else state.optimizer
-        return float(state.parameters + state.gradients + optimizer + 8 * elements * self._exact)
+        rest, optimizer = self._sizes[number]
+        return rest if offloaded else rest + optimizer
 
     def window(self, number: int) -> float:
         """Bytes on the device while the offloaded optimizer state of a slab is worked on."""
-        return float(state_bytes(self._config, self._elements[number]).optimizer)
+        return self._sizes[number][1]
+
+    @property
+    def boundary(self) -> float:
+        """Bytes of one token between units."""
+        return self._hidden
+
+    def held(self, plan: Plan, device: int) -> float:
+        """Bytes of all slabs that a device holds under ``plan``."""
+        return sum(self._held(plan, device).values()) + self._twice_tied(plan, device)
 
     def _held(self, plan: Plan, device: int) -> dict[int, float]:
         """Bytes of each slab that a device holds under ``plan``."""
-        holders = slab_holders(plan, self._config.layers)
-        return {s: self._joined(s, plan) for s, group in enumerate(holders) if device in group}
+        if self._holders is None or self._holders[0] != plan:
+            self._holders = (plan, slab_holders(plan, self._layers))
+        away = plan.o_plan.optimizer
+        mine = (slab for slab, group in enumerate(self._holders[1]) if device in group)
+        return {slab: self.slab(slab, offloaded=slab in away) for slab in mine}
 
-    def _joined(self, slab: int, plan: Plan) -> float:
-        return self.slab(slab, offloaded=slab in plan.o_plan.optimizer)
+    def handed_over(
+        self, plan: Plan, following: Plan, late: Set[tuple[int, int]], devices: int
+    ) -> tuple[float, ...]:
+        """Bytes of slabs on every device while what is handed over after the update arrives.
+
+        Args:
+            late: (slab, device) pairs that are handed over; other slabs that come are there.
+            devices: how many there are.
+        """
+        old, new = (slab_holders(p, self._layers) for p in (plan, following))
+        moving = {slab for slab, _ in late}  # whoever gives it up may be the one that sends it
+        found = [0.0] * devices
+        for slab, (before, after) in enumerate(zip(old, new, strict=True)):
+            now = self.slab(slab, offloaded=slab in plan.o_plan.optimizer)
+            then = self.slab(slab, offloaded=slab in following.o_plan.optimizer)
+            for device in before:
+                if device in after or slab in moving:
+                    found[device] += now
+            for device in after:
+                if device not in before:
+                    found[device] += then
+        return tuple(found)
 
     def _twice_tied(self, plan: Plan, device: int) -> float:
         """Bytes of the second sum of a tied slab's gradient, where both its users are here."""
-        tied = self._config.layers.tied_slab
+        tied = self._layers.tied_slab
         both = device in plan.stages[0].group and device in plan.stages[-1].group
         return 4.0 * self._elements[tied] if self._exact and tied is not None and both else 0.0
 
     # ---- passes ------------------------------------------------------------------------------
 
-    def _stage(self, start: int, stop: int, o: OPlan) -> _StagePasses:
-        key = (start, stop, o)
+    def _stage(self, stage: Stage, o: OPlan) -> _StagePasses:
+        key = (stage.start, stage.stop, o)
         if key not in self._stages:
-            self._stages[key] = self._stage_passes(self._units[start:stop], o)
+            if len(self._stages) >= _REMEMBERED:
+                self._stages.clear()
+            self._stages[key] = self._stage_passes(self._units[stage.start : stage.stop], o)
         return self._stages[key]
 
     def _stage_passes(self, units: Sequence[Unit], o: OPlan) -> _StagePasses:
@@ -153,7 +204,7 @@ class Footprint:
         left = away = 0.0  # bytes a token that the units so far keep, inputs included
         tied = 0.0  # the head's gradient of a tied embedding waits for the embedding's
         ends = units[0].kind is Kind.EMBEDDING and last and len(units) > 1
-        if ends and self._config.layers.tied and not self._exact:
+        if ends and self._layers.tied and not self._exact:
             tied = float(state_bytes(self._config, word_embedding_count(self._config)).parameters)
         for number, unit in enumerate(units):
             p = self._passes[unit.kind]
@@ -176,7 +227,9 @@ class Footprint:
             left += kept
             away += kept if unit.index in o.activations else 0.0
         output = 0.0 if last else hidden
-        return _StagePasses(left, away, output, _Curve.of(forward), _Curve.of(backward))
+        attends = any(unit.kind is Kind.ATTENTION for unit in units)
+        context = self._context if attends else 0.0
+        return _StagePasses(left, away, output, context, _envelope(forward), _envelope(backward))
 
     @cached_property
     def _context(self) -> float:
@@ -203,52 +256,48 @@ class _Replay:
 
     def __init__(self, footprint: Footprint, program: Program, device: int) -> None:
         self.f = footprint
-        self.program = program
-        self.rank = device
-        self.o = program.plan.o_plan
-        held = program.held or program.plan
+        self.tokens = program.tokens
+        self.instructions = program.instructions[device]
+        o, plan = program.plan.o_plan, program.plan
+        held = program.held or plan
         self.slabs = footprint._held(held, device)
         self.used = sum(self.slabs.values()) + footprint._twice_tied(held, device)
         self.peak = self.used
-        # What joins is on the device as a whole until the next iteration.
-        self.swapped = set(self.slabs) & set(self.o.optimizer)
+        self.swapped = set(self.slabs) & set(o.optimizer)
+        after = program.next_plan
+        self.later = frozenset(after.o_plan.optimizer if after is not None else ())
+        self.passes = {n: footprint._stage(plan.stages[n], o) for n in plan.stages_of(device)}
         self.sent = 0.0
-        instructions = program.instructions[device]
-        self.expected = [i for i in instructions if isinstance(i, (RecvActivation, RecvGradient))]
+        receives = (RecvActivation, RecvGradient)
+        self.expected = [i.tokens for i in self.instructions if isinstance(i, receives)]
         self.expected.reverse()
-        self.posted: list[float] = []
-        self.left = Counter(i.micro_batch for i in instructions if isinstance(i, Compute))
-        self.begun: set[int] = set()
-        layers = footprint._config.layers
-        self.attends = {
-            number: any(u.kind is Kind.ATTENTION for u in layers.units[s.start : s.stop])
-            for number, s in enumerate(program.plan.stages)
-        }
+        self.posted = 0
+        self.left = Counter(i.micro_batch for i in self.instructions if isinstance(i, Compute))
         self.contexts: dict[int, float] = {}
-        self.travels = travels(instructions, program.plan)
+        self.travels = travels(self.instructions, plan)
         self.leaving = 0.0
 
     def run(self) -> tuple[float, float]:
         """Both peaks."""
         self._post()
-        instructions: Sequence[Instruction] = self.program.instructions[self.rank]
-        for number, op in enumerate(instructions):
-            if isinstance(op, GlobalNorm):
-                rest = instructions[number + 1 :]
-                updated = [i.slab for i in rest if isinstance(i, UpdateOrSkip)]
-                first = [slab for slab in updated if slab in self.swapped][:WINDOW]
-                window = sum(map(self.f.window, first))
-                return max(self.peak, self.used + window), self._updates(rest)
+        for number, op in enumerate(self.instructions):
             if isinstance(op, Compute):
-                self._begin(op)
-            if isinstance(op, Forward):
-                self._forward(op)
-            elif isinstance(op, Backward):
-                self._backward(op)
+                if self.travels.passes:
+                    self._travel(op)
+                if isinstance(op, Forward):
+                    self._forward(op)
+                else:
+                    self._backward(op)
             elif isinstance(op, Transfer):
                 self._transfer(op)
             elif isinstance(op, RecvState):
                 self._join(op)
+            elif isinstance(op, GlobalNorm):
+                rest = self.instructions[number + 1 :]
+                updated = [i.slab for i in rest if isinstance(i, UpdateOrSkip)]
+                first = [slab for slab in updated if slab in self.swapped][:WINDOW]
+                window = sum(map(self.f.window, first))
+                return max(self.peak, self.used + window), self._updates(rest)
         return self.peak, self.used
 
     def _take(self, size: float) -> None:
@@ -256,52 +305,46 @@ class _Replay:
         self.peak = max(self.peak, self.used)
 
     def _post(self) -> None:
-        while self.expected and len(self.posted) < POSTED:
-            size = self.f._hidden * self.expected.pop().tokens
-            self.posted.insert(0, size)
-            self._take(size)
+        while self.expected and self.posted < POSTED:
+            self._take(self.f.boundary * self.expected.pop())
+            self.posted += 1
 
     def _transfer(self, op: Transfer) -> None:
-        """A message of this device that was sent earlier has gone by now."""
-        self.used -= self.sent
+        self.used -= self.sent  # what was sent before has gone by now
         self.sent = 0.0
         if isinstance(op, (SendActivation, SendGradient)):
-            self.sent = self.f._hidden * op.tokens
+            self.sent = self.f.boundary * op.tokens
         else:
-            self.posted.pop()  # it goes on as an activation or a gradient
+            self.posted -= 1  # its buffer goes on as an activation or a gradient
             self._post()
 
-    def _passes(self, stage: int) -> _StagePasses:
-        s = self.program.plan.stages[stage]
-        return self.f._stage(s.start, s.stop, self.o)
-
-    def _begin(self, op: Compute) -> None:
+    def _travel(self, op: Compute) -> None:
         """What the pass before saved has left, and what the next one needs comes back."""
         self.used -= self.leaving
         self.leaving = 0.0
         key = self.travels.back.get(op)
         if key is not None:
             stage, micro_batch = key
-            self._take(self._passes(stage).travels * self.program.tokens[micro_batch])
+            self._take(self.passes[stage].travels * self.tokens[micro_batch])
 
     def _forward(self, op: Forward) -> None:
-        tokens, p = self.program.tokens[op.micro_batch], self._passes(op.stage)
-        if self.attends[op.stage] and op.micro_batch not in self.contexts:
-            self.contexts[op.micro_batch] = self.f._context * tokens
+        tokens, p = self.tokens[op.micro_batch], self.passes[op.stage]
+        if p.context and op.micro_batch not in self.contexts:
+            self.contexts[op.micro_batch] = p.context * tokens
             self._take(self.contexts[op.micro_batch])
-        source = self.f._hidden * tokens if op.stage else 0.0  # in use already
-        self.peak = max(self.peak, self.used - source + p.forward(tokens))
+        source = self.f.boundary * tokens if op.stage else 0.0  # in use already
+        self.peak = max(self.peak, self.used - source + _highest(p.forward, tokens))
         self.used += (p.left + p.output) * tokens - source
         if (op.stage, op.micro_batch) in self.travels.passes:
             self.leaving = p.travels * tokens
         self._done(op)
 
-    def _backward(self, op: Backward) -> None:
-        tokens, p = self.program.tokens[op.micro_batch], self._passes(op.stage)
-        gradient = p.output * tokens  # in use already
-        base = self.used - p.left * tokens - gradient
-        self.peak = max(self.peak, base + p.backward(tokens))
-        self.used = base + (self.f._hidden * tokens if op.stage else 0.0)
+    def _backward(self, op: Compute) -> None:
+        tokens, p = self.tokens[op.micro_batch], self.passes[op.stage]
+        # What the forward left, and the gradient of its output, are in use already.
+        base = self.used - (p.left + p.output) * tokens
+        self.peak = max(self.peak, base + _highest(p.backward, tokens))
+        self.used = base + (self.f.boundary * tokens if op.stage else 0.0)
         self._done(op)
 
     def _done(self, op: Compute) -> None:
@@ -310,8 +353,15 @@ class _Replay:
             self.used -= self.contexts.pop(op.micro_batch, 0.0)
 
     def _join(self, op: RecvState) -> None:
-        self.slabs[op.slab] = self.f.slab(op.slab)
-        self._take(self.slabs[op.slab])
+        self._take(self._joined(op.slab))
+
+    def _joined(self, slab: int) -> float:
+        """Bytes of a slab that comes for the next plan, where its optimizer state is then."""
+        offloaded = slab in self.later
+        if offloaded:
+            self.swapped.add(slab)
+        self.slabs[slab] = self.f.slab(slab, offloaded=offloaded)
+        return self.slabs[slab]
 
     def _updates(self, instructions: Sequence[Instruction]) -> float:
         """Peak after the global norm."""
@@ -322,7 +372,7 @@ class _Replay:
                 window = [*window[1 - WINDOW :], self.f.window(op.slab)]
                 peak = max(peak, used + sum(window))
             elif isinstance(op, RecvState):
-                used += self.f.slab(op.slab)
+                used += self._joined(op.slab)
             elif isinstance(op, Drop):
                 used -= self.slabs.pop(op.slab, 0.0)
             peak = max(peak, used)

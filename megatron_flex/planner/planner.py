@@ -188,19 +188,19 @@ class Planner:
                 ranked[: 3 * number],
                 key=lambda c: finder.pricers[c.micro_batching].refined(c.price) + c.switch_seconds,
             )
-        few = self._fitting(finder, ranked, number)
+        few = self._fitting(finder, ranked, number, running)
         kept = None if kept is None else self.fitted(finder, kept)
         if settled is not None:
             settled = self.fitted(finder, settled)
             few = [c for c in few if c.plan.stages != settled.plan.stages][:2]
-            few = [settled, *few] if settled.price.fits else few
+            few = [settled, *few] if self._runs(settled, running) else few
         if kept is not None and kept.price.fits and kept not in few:
             few.append(kept)
         if not few:
             few = self._by_program(finder, ranked, running)
         if settled not in few:
             settled = None
-        judged = self._judge_all(finder, few)
+        judged = self._judge_all(finder, few, settled)
         judged.sort(key=lambda j: _rank(j.candidate, current, j.predicted.total))
         best = judged[0]
         mine = next((j for j in judged if kept is not None and j.candidate == kept), None)
@@ -235,16 +235,30 @@ class Planner:
         pricer = finder.pricers[candidate.micro_batching]
         return replace(candidate, price=self._fitter.fit(pricer, candidate.price))
 
-    def _fitting(self, finder: Finder, ranked: Sequence[Candidate], number: int) -> list[Candidate]:
+    def _fitting(
+        self,
+        finder: Finder,
+        ranked: Sequence[Candidate],
+        number: int,
+        running: Running | None,
+    ) -> list[Candidate]:
         """The first ``number`` candidates that fit."""
         found: list[Candidate] = []
         for candidate in ranked:
             fitted = self.fitted(finder, candidate)
-            if fitted.price.fits:
+            if self._runs(fitted, running):
                 found.append(fitted)
             if len(found) == number:
                 break
         return found
+
+    def _runs(self, candidate: Candidate, running: Running | None) -> bool:
+        """Whether a candidate fits, and so does the switch to it."""
+        if not candidate.price.fits:
+            return False
+        if running is None or self._fitter is None:
+            return True
+        return self._fitter.hands_over(running, candidate.plan)
 
     def _by_program(
         self, finder: Finder, found: Sequence[Candidate], running: Running | None
@@ -274,16 +288,19 @@ class Planner:
         price, simulated = refine(pricer, candidate.price, simulated, self.options.refinements)
         return Judged(replace(candidate, price=price), simulated)
 
-    def _judge_all(self, finder: Finder, few: Sequence[Candidate]) -> list[Judged]:
+    def _judge_all(
+        self, finder: Finder, few: Sequence[Candidate], settled: Candidate | None
+    ) -> list[Judged]:
         """Simulate candidates, most promising first.
 
-        The closed form is at or below the simulation, so what it puts above a simulated one cannot
-        win, and is not simulated.
+        The closed form is at or below the simulation, so what it puts above a simulated one by
+        more than the margin cannot win, and is not simulated.
         """
         judged: list[Judged] = []
         best = math.inf
         for candidate in sorted(few, key=lambda c: c.seconds):
-            if candidate.seconds >= best:
+            beaten = candidate.seconds * (1.0 - self.options.margin) >= best
+            if beaten and candidate is not settled:
                 judged.append(Judged(candidate, None))
                 continue
             judged.append(self._judge(finder, candidate))

@@ -182,9 +182,9 @@ class LiveSwitches:
         function("mflex_planner_switch")(
             len(self._parameters), old.offset.ctypes.data, old.devices.ctypes.data,
             new.offset.ctypes.data, new.devices.ctypes.data, self._parameters.ctypes.data,
-            self._optimizer.ctypes.data, self._gradients.ctypes.data, int(options.shard_optimizer),
-            cluster.world_size, cluster.devices_per_server, self._wires.ctypes.data, spare.ctypes.data,
-            out.ctypes.data,
+            self._optimizer.ctypes.data, self._gradients.ctypes.data,
+            int(options.shard_optimizer), cluster.world_size, cluster.devices_per_server,
+            self._wires.ctypes.data, spare.ctypes.data, out.ctypes.data,
         )  # fmt: skip
         drag = max(0.0, float(out[0]) - options.travel * running.seconds)
         return SwitchPrice(drag + CHUNK_OVERHEAD * float(out[1]), float(out[2]))

@@ -23,7 +23,7 @@ from torch import Tensor
 from megatron_flex.kernels import SegmentCopy
 from megatron_flex.schedule.residency import Key
 
-SMALLEST = 4096
+SMALLEST = 512
 """Bytes; what is smaller stays."""
 _ALIGNMENT = 64
 
@@ -60,7 +60,7 @@ class _Saved:
         """The tensor."""
         memory = self.storage.get()
         empty = torch.empty(0, dtype=self.dtype, device=memory.device)
-        return empty.set_(memory, self.offset, self.size, self.stride)  # type: ignore[call-overload, no-any-return]
+        return empty.set_(memory, self.offset, self.size, self.stride)
 
 
 @dataclass(eq=False)
@@ -112,7 +112,7 @@ class ActivationOffload:
             if storage is None:
                 storage = group.storages[address] = _Storage(memory.nbytes(), memory, group)
             return _Saved(
-                storage, tensor.dtype, tensor.size(), tensor.stride(), tensor.storage_offset()
+                storage, tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset())
             )
 
         def unpack(saved: Tensor | _Saved) -> Tensor:
@@ -169,7 +169,7 @@ class ActivationOffload:
         for storage in storages:
             assert storage.device is not None
             empty = torch.empty(0, dtype=torch.uint8, device=self._device)
-            tensors.append(empty.set_(storage.device))  # type: ignore[call-overload]
+            tensors.append(empty.set_(storage.device))
         offsets = [storage.offset for storage in storages]
         if self._stream is None:
             if self._pool is None:

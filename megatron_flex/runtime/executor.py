@@ -453,7 +453,11 @@ class Executor:
             self._states.send(op, slab.state.to(self.world.device))
 
     def _receive_state(self, run: _Run | None, op: RecvState) -> None:
-        slab = self.holdings.join(op.slab)
+        after = None if run is None else run.program.next_plan
+        # A message to a GPU cannot end in the host's memory.
+        at_once = after is not None and self.world.device.type == "cpu"
+        offloaded = at_once and after is not None and op.slab in after.o_plan.optimizer
+        slab = self.holdings.join(op.slab, offloaded=offloaded)
         if slab.layout.numel:
             self._states.receive(op, slab.state)
 

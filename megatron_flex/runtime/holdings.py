@@ -63,13 +63,15 @@ class Holdings:
                 self._initialize(self.join(number))
         self.adopt(plan)
 
-    def join(self, number: int) -> Slab:
+    def join(self, number: int, *, offloaded: bool = False) -> Slab:
         """Make room for a slab, and put up the blocks that are complete with it.
 
-        Its weights and optimizer state are undefined until they are filled.
+        Its weights and optimizer state are undefined until they are filled. ``offloaded``: the
+        state is in the host's memory.
         """
         layout = self._layout(number)
-        slab = Slab(number, layout, self.pool.take(layout.numel))
+        offloaded = offloaded and layout.numel > 0
+        slab = Slab(number, layout, self.pool.take(layout.numel, offloaded=offloaded))
         self.memory.set_aside(self.pool.kept)
         self.slabs[number] = slab
         for unit in self._units(number):

@@ -177,8 +177,10 @@ def _updates(
     # What others wait for comes first.
     slabs = [s for s in slabs if s not in dropped or s in sent]
     out.extend(UpdateOrSkip(slab) for slab in sorted(slabs, key=lambda s: (s not in sent, s)))
+    # What comes may need the memory of what goes.
+    out.extend(Drop(slab) for slab in dropped if slab not in sent)
     out.extend(_state_messages(device, late))
-    out.extend(Drop(slab) for slab in dropped)
+    out.extend(Drop(slab) for slab in dropped if slab in sent)
 
 
 def _messages(placement: Placement) -> dict[tuple[int, int], list[int]]:

@@ -280,8 +280,10 @@ def assert_same(
         )
     assert actual[1].keys() == expected[1].keys()
     for name, value in expected[1].items():
+        # Where a gradient is nearly zero Adam makes much of another order of sums: 5.4e-6 of a bias
+        # in 200 random sequences of plans (and nothing with exact sums).
         error = torch.linalg.vector_norm(actual[1][name] - value)
-        assert error <= 5e-6 * torch.linalg.vector_norm(value), (
+        assert error <= 2e-5 * torch.linalg.vector_norm(value), (
             f"{name} differs by {error:.2e}, its norm is {torch.linalg.vector_norm(value):.2e}"
         )
 

@@ -18,11 +18,11 @@ def write(directory: Path, text: str) -> str:
 
 def test_a_script_has_a_plan_a_line_and_comments(tmp_path: Path) -> None:
     path = write(tmp_path, f"# all on one\n{ONE}\n\n{TWO}  # iteration 2; action 3\n")
-    assert read_plans(path, 8, 2) == [ONE, TWO]
+    assert [c.plan for c in read_plans(path, 8, 2)] == [ONE, TWO]
 
 
 def test_the_last_plan_of_a_script_stays() -> None:
-    plans = ScriptedPlans([ONE, TWO])
+    plans = ScriptedPlans([Choice(ONE), Choice(TWO)])
     assert [plans.at(i).plan for i in range(4)] == [ONE, TWO, TWO, TWO]
 
 
@@ -31,6 +31,7 @@ def test_the_last_plan_of_a_script_stays() -> None:
     [
         ("0:8@0\n0:7@0\n", "line 2: the plan '0:7@0' covers 7 units, the model has 8"),
         ("0:8@5\n", "line 1: .* names device 5, but there are 2"),
+        ("0:8@0 ~ 3@1,x\n", "line 1: '3@1,x': expected SLAB@WORKER"),
         ("nonsense\n", "line 1: stage 0 of the plan is 'nonsense'"),
         ("# nothing\n", "has no plans"),
     ],
@@ -50,8 +51,16 @@ def test_a_recording_can_be_replayed(tmp_path: Path) -> None:
     recording = Recording(str(path), 0)
     recording.add(0, Choice(ONE, "①", "A: it\nfits"))
     recording.add(1, Choice(TWO))
-    assert read_plans(str(path), 8, 2) == [ONE, TWO]
+    assert [c.plan for c in read_plans(str(path), 8, 2)] == [ONE, TWO]
     assert path.read_text().splitlines()[0] == "0:8@0  # iteration 1; action ①; A: it fits"
+
+
+def test_a_recording_says_what_is_handed_over_after_the_update(tmp_path: Path) -> None:
+    path = tmp_path / "record.txt"
+    late = frozenset({(3, 1), (8, 0)})
+    Recording(str(path), 0).add(0, Choice(TWO, "③", "it is longer", late=late))
+    (choice,) = read_plans(str(path), 8, 2)
+    assert (choice.plan, choice.late) == (TWO, late)
 
 
 def test_a_resumed_recording_replaces_what_is_repeated(tmp_path: Path) -> None:
@@ -61,4 +70,4 @@ def test_a_resumed_recording_replaces_what_is_repeated(tmp_path: Path) -> None:
         first.add(iteration, Choice(ONE))
     resumed = Recording(str(path), 1)
     resumed.add(1, Choice(TWO))
-    assert read_plans(str(path), 8, 2) == [ONE, TWO]
+    assert [c.plan for c in read_plans(str(path), 8, 2)] == [ONE, TWO]

@@ -11,7 +11,7 @@ from megatron_flex.planner.build import Batch
 from megatron_flex.planner.decision import Infeasible
 from megatron_flex.planner.hbsa import Hbsa
 from megatron_flex.planner.lookahead import Lookahead
-from megatron_flex.planner.plan import Plan
+from megatron_flex.planner.plan import Plan, PlanError
 from megatron_flex.planner.planner import Planner
 from tests.unit.planner.instances_real import drawn_batch, even_batch, random_plan, small_planner
 
@@ -34,9 +34,15 @@ def sequence(seed: int, length: int) -> list[list[Batch]]:
 def check_sequence(seed: int, length: int = 8) -> None:
     """One rolling run: never above static in all, never above HBSA in a window."""
     memory = (2.4e9, 3e9, 80e9)[seed % 3]
-    planner = small_planner((4, 8)[seed % 2], memory)
     batches = sequence(seed, length)
-    static = planner.best_static(batches)
+    while True:
+        # So much memory that there is a static plan to compare with, and often no more.
+        planner = small_planner((4, 8)[seed % 2], memory)
+        try:
+            static = planner.best_static(batches)
+            break
+        except (Infeasible, PlanError):
+            memory *= 1.3
     hbsa = Hbsa(small_planner((4, 8)[seed % 2], memory, planner="hbsa"))
     lookahead = Lookahead(planner, static, hbsa)
     finders = [planner.finder(ways) for ways in batches]
@@ -67,9 +73,10 @@ def test_never_above_the_static_plan_nor_hbsa(seed: int) -> None:
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("seed", range(6, 206))
-def test_never_above_the_static_plan_nor_hbsa_in_many_sequences(seed: int) -> None:
-    check_sequence(seed, 12)
+@pytest.mark.parametrize("block", range(20))
+def test_never_above_the_static_plan_nor_hbsa_in_many_sequences(block: int) -> None:
+    for seed in range(6 + 10 * block, 16 + 10 * block):
+        check_sequence(seed, 12)
 
 
 def test_it_waits_for_a_long_batch_instead_of_switching_twice() -> None:
