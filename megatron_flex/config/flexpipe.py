@@ -38,8 +38,8 @@ class FlexpipeOptions:
     """What stages are cut between: halves of layers, or whole layers as in the paper."""
 
     flexpipe_memory_budget_gb: float | None = option(None, own=True, above=0)
-    """Memory of a worker that training may fill, in 10^9 bytes. The planner keeps to it (not set: to
-    what --flexpipe-cluster says); iterations that use more are counted in the log."""
+    """Memory of a worker that training may fill, in 10^9 bytes. The planner keeps to it (not set:
+    to what --flexpipe-cluster says); iterations that use more are counted in the log."""
 
     flexpipe_cluster: str | None = option(None, own=True)
     """The devices and links: a described cluster such as a100x16, or a YAML or JSON file. Not set:

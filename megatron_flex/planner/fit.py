@@ -77,7 +77,7 @@ class Fitter:
         return self._footprint.peaks(program)
 
     def hands_over(self, running: Running, plan: Plan) -> bool:
-        """Whether all devices have room for what is handed over between ``running`` and ``plan``."""
+        """Whether all devices have room for what is handed over from ``running`` to ``plan``."""
         costs = self._costs
         moves = switch(costs, running, plan).moves
         late = {(m.slab, m.device) for m in moves if m.way is Way.HAND_OVER}
