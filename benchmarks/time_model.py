@@ -135,7 +135,7 @@ def disturb(r: np.random.Generator, plan: Plan) -> Plan:
 def even_plan(costs: ModelCosts, batch: Batch, stages: int) -> Plan:
     """Equal data-parallel degrees, cut by cost."""
     world = len(costs.devices)
-    work = costs.tables(batch).work.tolist()
+    work = list(map(float, costs.tables(batch).work))
     return static_plan(costs.config, stages, world, costs=work)
 
 

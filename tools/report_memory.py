@@ -202,9 +202,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     tokens = [m.tokens for m in parts]
     if args.json:
         for name, rows in found.items():
-            devices = [vars(row) | {"most": row.most} for row in rows]
+            each = [vars(row) | {"most": row.most} for row in rows]
             head = {"name": name, "plan": str(listed[name]), "micro_batches": tokens}
-            print(json.dumps({**head, "devices": devices}))
+            print(json.dumps({**head, "devices": each}))
         return 0
     print(f"{args.model}: {total_parameters(config):,} parameters in {config.params_dtype};"
           f" {len(parts)} micro-batches of {min(tokens)} to {max(tokens)} tokens")  # fmt: skip

@@ -79,6 +79,6 @@ class BlendOrder:
             all_turns.append(turns[before:])
             all_due.append(due[before:])
             all_sets.append(np.full(len(turns) - before, number, dtype=np.int64))
-        sets, turns, due = map(np.concatenate, (all_sets, all_turns, all_due))
-        chosen = np.lexsort((sets, due))[first - rank : stop - rank]
-        return sets[chosen], turns[chosen]
+        sets, turn = np.concatenate(all_sets), np.concatenate(all_turns)
+        chosen = np.lexsort((sets, np.concatenate(all_due)))[first - rank : stop - rank]
+        return sets[chosen], turn[chosen]

@@ -48,8 +48,7 @@ def bits(key: Key, counter: npt.NDArray[np.integer]) -> KeyArray:
 
 def uniform(key: Key, counter: npt.NDArray[np.integer]) -> npt.NDArray[np.float64]:
     """Uniform numbers in [0, 1) with 53 bits, one for each counter."""
-    result: npt.NDArray[np.float64] = (bits(key, counter) >> np.uint64(11)) * 2.0**-53
-    return result
+    return (bits(key, counter) >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
 def below(key: Key, counter: npt.NDArray[np.integer], limit: int | IntArray) -> IntArray:

@@ -73,7 +73,7 @@ class Planner:
             if options.unit == "block"
             else ModelCosts(config, profile, cluster, replace(options, unit="block"), chosen)
         )
-        self._fitter = Fitter(self.units) if options.exact_memory else None
+        self.fitter = Fitter(self.units) if options.exact_memory else None
 
     @cached_property
     def switches(self) -> LiveSwitches:
@@ -230,10 +230,10 @@ class Planner:
 
     def fitted(self, finder: Finder, candidate: Candidate) -> Candidate:
         """The candidate with what its program needs for its memory."""
-        if self._fitter is None:
+        if self.fitter is None:
             return candidate
         pricer = finder.pricers[candidate.micro_batching]
-        return replace(candidate, price=self._fitter.fit(pricer, candidate.price))
+        return replace(candidate, price=self.fitter.fit(pricer, candidate.price))
 
     def _fitting(
         self,
@@ -256,9 +256,9 @@ class Planner:
         """Whether a candidate fits, and so does the switch to it."""
         if not candidate.price.fits:
             return False
-        if running is None or self._fitter is None:
+        if running is None or self.fitter is None:
             return True
-        return self._fitter.hands_over(running, candidate.plan)
+        return self.fitter.hands_over(running, candidate.plan)
 
     def _by_program(
         self, finder: Finder, found: Sequence[Candidate], running: Running | None
@@ -267,7 +267,7 @@ class Planner:
 
         Raises :class:`Infeasible` when there is none among those that lack least.
         """
-        if self._fitter is None:
+        if self.fitter is None:
             raise finder.infeasible()
         plans = [*found, *(finder.best_of(p, running, "static") for p in self.even_plans)]
         plans = sorted(_distinct(plans), key=lambda c: (c.price.shortfall, _rank(c, None, 0.0)))

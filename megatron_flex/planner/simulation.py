@@ -95,7 +95,8 @@ def op_costs(costs: ModelCosts, plan: Plan, batch: Batch) -> OpCosts:
 
 
 def _row(values: Array) -> tuple[float, ...]:
-    return tuple(values.tolist())
+    row: list[float] = list(values.tolist())  # type: ignore[arg-type, unused-ignore]
+    return tuple(row)
 
 
 def slab_seconds(costs: ModelCosts, plan: Plan) -> tuple[tuple[float, ...], tuple[float, ...]]:

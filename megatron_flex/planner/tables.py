@@ -170,9 +170,8 @@ class Tables:
 
     def __post_init__(self) -> None:
         seen: set[int] = set()
-        for before, server in zip(
-            (-1, *self.server[:-1].tolist()), self.server.tolist(), strict=True
-        ):
+        servers = list(map(int, self.server))
+        for before, server in zip((-1, *servers[:-1]), servers, strict=True):
             if server != before and server in seen:
                 raise ValueError("devices of one server must be next to each other")
             seen.add(server)

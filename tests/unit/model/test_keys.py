@@ -46,7 +46,8 @@ def test_positions_count_from_the_start_of_each_slice(
     lengths: list[int], starts: list[int]
 ) -> None:
     expected = [s + i for s, n in zip(starts, lengths, strict=False) for i in range(n)]
-    assert keys.packed_positions(starts[: len(lengths)], lengths).tolist() == expected
+    found = keys.packed_positions(starts[: len(lengths)], lengths)
+    assert list(map(int, found)) == expected
 
 
 def test_tokens_of_a_run_have_different_keys() -> None:
