@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import cast
 
 import numpy as np
 
@@ -95,8 +96,7 @@ def op_costs(costs: ModelCosts, plan: Plan, batch: Batch) -> OpCosts:
 
 
 def _row(values: Array) -> tuple[float, ...]:
-    row: list[float] = list(values.tolist())  # type: ignore[arg-type, unused-ignore]
-    return tuple(row)
+    return tuple(cast(list[float], values.tolist()))
 
 
 def slab_seconds(costs: ModelCosts, plan: Plan) -> tuple[tuple[float, ...], tuple[float, ...]]:
