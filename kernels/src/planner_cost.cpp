@@ -154,7 +154,7 @@ void GroupModel::add_savings(int64_t kind, double count, int64_t entry, int64_t 
   if (p_.offload_optimizer > 0.0) {
     const double shards = p_.sharded ? static_cast<double>(degree) : 1.0;
     const double size = count * p_.kind_optimizer[kind] / shards;
-    savings->push_back({size, 2.0 * size * p_.host_seconds_per_byte});
+    if (size > 0.0) savings->push_back({size, 2.0 * size * p_.host_seconds_per_byte});
   }
   // Recompute or offload the activations: the lower convex hull of the two points.
   Saving points[2];
@@ -186,7 +186,10 @@ void GroupModel::add_savings(int64_t kind, double count, int64_t entry, int64_t 
       number = 1;
     }
   }
-  for (int i = 0; i < number; ++i) savings->push_back(points[i]);
+  // What saves nothing has no price, and no place in the order of prices.
+  for (int i = 0; i < number; ++i) {
+    if (points[i].bytes > 0.0) savings->push_back(points[i]);
+  }
 }
 
 double GroupModel::cheapest(std::vector<Saving>* savings, double excess) {
@@ -195,7 +198,6 @@ double GroupModel::cheapest(std::vector<Saving>* savings, double excess) {
   });
   double seconds = 0.0;
   for (const Saving& saving : *savings) {
-    if (saving.bytes <= 0.0) continue;
     if (saving.bytes >= excess) return seconds + saving.seconds * (excess / saving.bytes);
     seconds += saving.seconds;
     excess -= saving.bytes;

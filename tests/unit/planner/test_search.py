@@ -41,6 +41,10 @@ def test_equals_exhaustive_search(block: int) -> None:
     assert 10 < sum(fits) < 40  # memory is tight in some, loose in others
 
 
+def test_what_saves_nothing_does_not_disturb_the_order_of_savings() -> None:
+    assert check_equal_cost(3468)  # kinds without optimizer state or without activations
+
+
 @pytest.mark.soak
 @pytest.mark.parametrize("block", range(20))
 def test_equals_exhaustive_search_on_many(block: int) -> None:
