@@ -73,8 +73,9 @@ def pretrain(config: Config) -> None:
             parts = assemble(config)
             try:
                 check_attention(parts.model, world.device)
-                longest, memory = config.data.max_sample_length, memory_of_worker(world.device)
-                check_memory(parts.model, parts.plan, parts.train, longest, memory)
+                if not config.flexpipe.flexpipe:  # the planner judges batch by batch
+                    longest, memory = config.data.max_sample_length, memory_of_worker(world.device)
+                    check_memory(parts.model, parts.plan, parts.train, longest, memory)
             except ValueError as error:
                 raise SystemExit(str(error)) from error
             trainer = Trainer(config, world, parts)

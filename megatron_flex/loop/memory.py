@@ -51,7 +51,8 @@ def check_memory(
         f"worker {worst} needs at least {needs[worst]:,} bytes for a sample of {longest:,} tokens"
         f" ({state:,} for weights, gradients and optimizer, the rest for activations), but has"
         f" {memory:,}: lower --max-sample-length (or leave long samples out with --overlong drop),"
-        " or give the layers to more workers with --pipeline-model-parallel-size or --flexpipe-plan"
+        " recompute layers with --recompute-granularity, or give them to more workers with"
+        " --pipeline-model-parallel-size or --flexpipe-plan"
     )
 
 
@@ -63,8 +64,13 @@ def device_bytes(model: ModelConfig, plan: Plan, device: int, tokens: int) -> in
         for stage in plan.stages_of(device)
         for number in range(plan.stages[stage].start, plan.stages[stage].stop)
     ]
-    tied = model.layers.tied_slab
-    total = sum(memory[u.kind].state.total + memory[u.kind].activation * tokens for u in held)
+    tied, o = model.layers.tied_slab, plan.o_plan
+    total = 0.0
+    for unit in held:
+        m = memory[unit.kind]
+        total += m.state.total - (m.state.optimizer if unit.index in o.optimizer else 0)
+        kept = m.kept if unit.index in o.recompute else None
+        total += tokens * (m.activation if kept is None else kept)
     if any(tied in u.slabs for u in held):
         total += tied_state(model).total
     return int(total)

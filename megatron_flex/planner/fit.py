@@ -13,9 +13,9 @@ from dataclasses import dataclass, replace
 
 from megatron_flex.planner.build import Batch, ModelCosts
 from megatron_flex.planner.footprint import Footprint
-from megatron_flex.planner.optimise import GroupOptimisation, o_plan, optimise
+from megatron_flex.planner.optimise import GroupOptimisation, o_plan, optimise, optimised
 from megatron_flex.planner.ordering import op_costs
-from megatron_flex.planner.plan import Plan
+from megatron_flex.planner.plan import OPlan, Plan
 from megatron_flex.planner.plans import groups_of
 from megatron_flex.planner.pricing import Price, Pricer, price_with
 from megatron_flex.planner.switching import Running, Way, switch
@@ -23,12 +23,14 @@ from megatron_flex.schedule.list_scheduler import build, policy
 
 MARGIN = 0.02
 """Part of the budget that plans leave free, for what the model of memory does not know."""
+UNTAKEN = 2
+"""Messages of the largest micro-batch for which there is room besides: a peer may be slow to take
+them, and nothing tells when."""
 CLEAR = 0.85
 """A plan whose bound is below this part of the budget fits without being looked at."""
 MOST_DEVICES = 64
 """Instruction lists of more devices take too long to make for a decision; there the bound rules."""
 _ATTEMPTS = 10
-_MORE = 1.15  # of what is missing after the first attempt: elements save less than their bound says
 
 
 @dataclass(frozen=True)
@@ -45,10 +47,14 @@ class Fitter:
         self._footprint = Footprint(costs.config, exact=costs.options.bitwise)
         self._known: dict[tuple[object, ...], Price] = {}
 
-    def fit(self, pricer: Pricer, price: Price) -> Price:
+    def fit(self, pricer: Pricer, price: Price, running: Plan | None = None) -> Price:
         """The plan's layout with the least memory optimisation with which its program fits.
 
         Its seconds are infinite where it fits with none; ``shortfall`` says what is missing.
+
+        Args:
+            running: the plan before it. Its own O_plan stays where it fits as well and costs hardly
+                more: a change moves optimizer state to the host or back.
         """
         costs = self._costs
         if len(costs.devices) > MOST_DEVICES:
@@ -60,7 +66,12 @@ class Fitter:
             if len(self._known) > 1000:
                 self._known.clear()
             self._known[key] = self._fit(pricer, Plan(price.plan.stages))
-        return self._known[key]
+        found = self._known[key]
+        same = running is not None and running.stages == found.plan.stages
+        if running is None or not same or running.o_plan in (OPlan(), found.plan.o_plan):
+            return found
+        kept = self._as_it_is(pricer, running, found.missing)
+        return kept if kept.seconds <= found.seconds * (1.0 + costs.options.margin) else found
 
     def peaks(self, plan: Plan, batch: Batch) -> tuple[float, ...]:
         """Peak bytes of every device of the world."""
@@ -90,35 +101,52 @@ class Fitter:
         tables = pricer.problem.tables
         groups = groups_of(tables, plan)
         devices = [[tables.devices[slot] for slot in group.slots] for group in groups]
-        allowed = (1.0 - MARGIN) * self._costs.budget
-        targets = [0.0] * len(groups)
-        parts: Sequence[GroupOptimisation] = (GroupOptimisation(),) * len(groups)
-        first: float | None = None  # bytes missing without memory optimisation
+        allowed = self._allowed(pricer, plan)
+        exhausted: set[int] = set()  # groups that do all they can
+        parts = [GroupOptimisation()] * len(groups)
+        first: list[float] = []  # bytes that each group lacks without memory optimisation
         for _ in range(_ATTEMPTS):
             peaks = self.peaks(plan, pricer.batch)
             over = [max(peaks[d] for d in group) - allowed for group in devices]
-            worst = max(over)
-            more = 1.0 if first is None else _MORE
-            first = worst if first is None else first
-            if worst <= 0:
-                price = price_with(pricer, plan, parts, max(0.0, first))
-                return replace(price, device_bytes=peaks)
-            targets = [t + more * max(0.0, o) for t, o in zip(targets, over, strict=True)]
-            parts = [optimise(tables, g, t) for g, t in zip(groups, targets, strict=True)]
-            if any(math.isinf(part.seconds) for part in parts):
-                break
+            first = first or over
+            missing = max(0.0, *first)
+            if max(over) <= 0 or any(over[g] > 0 for g in exhausted):
+                return self._priced(pricer, plan, parts, missing, peaks)
+            for g in (g for g, lacks in enumerate(over) if lacks > 0):
+                # Elements may save less than the bound says they do.
+                said, saved = parts[g].recomputed + parts[g].offloaded, first[g] - over[g]
+                rate = max(1.0, said / saved) if saved > 0 else 1.0
+                parts[g] = optimise(tables, groups[g], said + rate * over[g])
+                if math.isinf(parts[g].seconds):
+                    parts[g] = optimise(tables, groups[g], whole=True)
+                    exhausted.add(g)
             plan = Plan(plan.stages, o_plan(tables, parts))
-        return self._with_everything(pricer, Plan(plan.stages), first or 0.0)
-
-    def _with_everything(self, pricer: Pricer, plan: Plan, missing: float) -> Price:
-        """The last resort: all that may be optimised, in every group."""
-        tables = pricer.problem.tables
-        groups = groups_of(tables, plan)
-        parts = [optimise(tables, group, whole=True) for group in groups]
+        for g in (g for g, lacks in enumerate(over) if lacks > 0):
+            parts[g] = optimise(tables, groups[g], whole=True)
         plan = Plan(plan.stages, o_plan(tables, parts))
-        peaks = self.peaks(plan, pricer.batch)
-        short = max(peaks) - (1.0 - MARGIN) * self._costs.budget
+        return self._priced(pricer, plan, parts, missing, self.peaks(plan, pricer.batch))
+
+    def _as_it_is(self, pricer: Pricer, plan: Plan, missing: float) -> Price:
+        """A plan with its own O_plan."""
+        tables = pricer.problem.tables
+        parts = [optimised(tables, group, plan.o_plan) for group in groups_of(tables, plan)]
+        return self._priced(pricer, plan, parts, missing, self.peaks(plan, pricer.batch))
+
+    def _allowed(self, pricer: Pricer, plan: Plan) -> float:
+        """Bytes that the predicted peak of a device may have."""
+        messages = UNTAKEN * self._footprint.boundary * float(pricer.batch.tokens.max())
+        return (1.0 - MARGIN) * self._costs.budget - (messages if len(plan.stages) > 1 else 0.0)
+
+    def _priced(
+        self,
+        pricer: Pricer,
+        plan: Plan,
+        parts: Sequence[GroupOptimisation],
+        missing: float,
+        peaks: tuple[float, ...],
+    ) -> Price:
         price = replace(price_with(pricer, plan, parts, missing), device_bytes=peaks)
+        short = max(peaks) - self._allowed(pricer, plan)
         if short <= 0:
             return price
         return replace(price, seconds=math.inf, before_update=math.inf, shortfall=short)

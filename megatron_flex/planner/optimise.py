@@ -80,6 +80,18 @@ def optimise(
     return _summary(t, group, taken, steps, 0.0 if whole else missing)
 
 
+def optimised(t: Tables, group: Group, o: OPlan) -> GroupOptimisation:
+    """What a given O_plan does in one group."""
+    element = {unit: e for e in group.elements for unit in range(t.points[e], t.points[e + 1])}
+    taken = {
+        (element[unit], action)
+        for action in ("recompute", "optimizer", "activations")
+        for unit in getattr(o, action)
+        if unit in element
+    }
+    return _summary(t, group, taken, (), 0.0)
+
+
 def _steps(t: Tables, group: Group) -> list[Step]:
     """All steps, cheapest bytes first; a step that replaces another comes after it."""
     steps: list[Step] = []

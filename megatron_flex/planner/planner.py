@@ -97,7 +97,7 @@ class Planner:
         ``seconds``: its measured time; default the predicted one.
         """
         finder = self.finder([batch])
-        candidate = self.fitted(finder, finder.best_of(plan, None, "running"))
+        candidate = self.fitted(finder, finder.best_of(plan, None, "running"), plan)
         return running_of(self.units, candidate.price, seconds)
 
     @cached_property
@@ -189,9 +189,9 @@ class Planner:
                 key=lambda c: finder.pricers[c.micro_batching].refined(c.price) + c.switch_seconds,
             )
         few = self._fitting(finder, ranked, number, running)
-        kept = None if kept is None else self.fitted(finder, kept)
+        kept = None if kept is None else self.fitted(finder, kept, current)
         if settled is not None:
-            settled = self.fitted(finder, settled)
+            settled = self.fitted(finder, settled, current)
             few = [c for c in few if c.plan.stages != settled.plan.stages][:2]
             few = [settled, *few] if self._runs(settled, running) else few
         if kept is not None and kept.price.fits and kept not in few:
@@ -228,12 +228,14 @@ class Planner:
             planner=self.options.planner,
         )
 
-    def fitted(self, finder: Finder, candidate: Candidate) -> Candidate:
-        """The candidate with what its program needs for its memory."""
+    def fitted(
+        self, finder: Finder, candidate: Candidate, running: Plan | None = None
+    ) -> Candidate:
+        """The candidate with what its program needs for its memory; ``running``: before it."""
         if self.fitter is None:
             return candidate
         pricer = finder.pricers[candidate.micro_batching]
-        return replace(candidate, price=self.fitter.fit(pricer, candidate.price))
+        return replace(candidate, price=self.fitter.fit(pricer, candidate.price, running))
 
     def _fitting(
         self,
@@ -245,7 +247,8 @@ class Planner:
         """The first ``number`` candidates that fit."""
         found: list[Candidate] = []
         for candidate in ranked:
-            fitted = self.fitted(finder, candidate)
+            before = None if running is None else running.plan
+            fitted = self.fitted(finder, candidate, before)
             if self._runs(fitted, running):
                 found.append(fitted)
             if len(found) == number:

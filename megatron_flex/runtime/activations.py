@@ -174,8 +174,11 @@ class ActivationOffload:
         if self._stream is None:
             if self._pool is None:
                 self._pool = ThreadPoolExecutor(1, "activations")
-            copy = SegmentCopy(tensors, group.buffer, offsets)
-            group.moving = self._pool.submit(copy.gather if out else copy.scatter, 1)
+            # The thread lets go of the tensors before it says that it is done: their memory is
+            # free when the wait ends.
+            copies = [SegmentCopy(tensors, group.buffer, offsets)]
+            run = SegmentCopy.gather if out else SegmentCopy.scatter
+            group.moving = self._pool.submit(lambda: run(copies.pop(), 1))
             return
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):

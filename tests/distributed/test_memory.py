@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Callable
 from dataclasses import replace
+from datetime import timedelta
 from typing import Any
 
 import pytest
+import torch
 
 from megatron_flex.model.config import ModelConfig
+from megatron_flex.runtime.communicator import Communicator
+from megatron_flex.runtime.memory import MemoryMeter
+from megatron_flex.runtime.world import World
+from megatron_flex.schedule.instructions import RecvActivation, SendActivation
 from tests.distributed import jobs
 from tests.distributed.pool import WorkerPool
 from tests.distributed.test_exactness import TIED, UNTIED
@@ -66,8 +73,9 @@ def test_memory_optimisation_changes_from_iteration_to_iteration(
     layouts = ["0:4@0 | 4:8@1", "0:8@0,1", "0:3@1 | 3:8@0", "0:8@1"]
     o_plans = ["", " ; recompute 1-3 ; optimizer 2-5", " ; optimizer 0-7", " ; recompute 4,6"]
     plans = [layouts[i // 2 % 4] + o_plans[i % 4] for i in range(8)]
-    expected = jobs.merge(workers.run(1, jobs.train, TIED, "0:8@0", 8, exact=True))
-    got = jobs.merge(workers.run(2, jobs.train, TIED, plans, 8, exact=True, way=way))
+    options: dict[str, Any] = {"exact": True, "evaluate": True}
+    expected = jobs.merge(workers.run(1, jobs.train, TIED, "0:8@0", 8, **options))
+    got = jobs.merge(workers.run(2, jobs.train, TIED, plans, 8, way=way, **options))
     jobs.assert_equal_bits(got, expected)
 
 
@@ -125,3 +133,37 @@ def test_peaks_of_random_iterations_are_predicted(
         errors += [row.memory / row.predicted - 1.0 for row in rows if row.predicted > 0.0]
     near = sum(abs(e) <= 0.05 for e in errors)
     assert near >= 0.95 * len(errors), sorted(errors, key=abs)[near:]
+
+
+def delivered() -> list[int]:
+    """Bytes in use on the sender before, after and a while after five sends, without any wait."""
+    world = World.create(torch.device("cpu"), timedelta(seconds=20))
+    communicator = Communicator(world, 256, torch.float32)
+    sends = [SendActivation(m, 0, 1, 500) for m in range(5)]
+    receives = [RecvActivation(m, 0, 0, 500) for m in range(5)]
+    found = []
+    communicator.expect(receives if world.rank else [])
+    if world.rank == 0:
+        meter = MemoryMeter(world.device)
+        found.append(meter.current)
+        for send in sends:
+            communicator.send(send, torch.zeros(500, 1, 256))
+        found.append(meter.current)
+        world.barrier()
+        deadline = time.monotonic() + 10.0
+        while meter.current > found[0] and time.monotonic() < deadline:
+            time.sleep(0.01)
+        found.append(meter.current)
+    else:
+        world.barrier()
+        for receive in receives:
+            communicator.receive(receive)
+    communicator.finish()
+    world.barrier()
+    return found
+
+
+def test_a_sent_buffer_goes_when_it_is_delivered(workers: WorkerPool) -> None:
+    before, sent, after = workers.run(2, delivered)[0]
+    assert sent - before >= 500 * 256 * 4  # at least the last one: four are taken at once
+    assert after <= before

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from megatron_flex.arguments import parse
 from megatron_flex.loop import planned
+from megatron_flex.loop.assemble import assemble
 from megatron_flex.planner.plan import Plan
+from megatron_flex.planner.service import Question, Service
 from megatron_flex.training import Trainer
 from tests.distributed.pool import WorkerError, WorkerPool
 from tests.end_to_end import runs
@@ -67,12 +72,72 @@ def test_a_recorded_run_replays_to_the_same_bits(
     runs.assert_equal_bits(second, first)
 
 
+def test_batches_that_fit_no_layout_train_with_memory_optimisation_within_the_budget(
+    workers: WorkerPool, data: str, undisturbed: runs.Run
+) -> None:
+    run = runs.run(workers, 3, flags(data, budget="0.00037"))
+    runs.assert_same(run, undisturbed)
+    records = run.history.iterations
+    assert all(plan.o_plan for plan in plans_of(run))
+    for record in records:
+        assert record.extra["memory-over-budget"] == 0.0
+        assert 0.0 < record.extra["memory-measured"] <= 370_000
+        near = pytest.approx(record.extra["memory-predicted"], rel=0.05)
+        assert record.extra["memory-measured"] == near
+        assert "/" in record.notes["memory predicted/measured (MB)"]
+        assert "iterations over the memory budget" not in record.notes
+
+
+def smallest_budget(argv: list[str], world_size: int, batches: int) -> float:
+    """Bytes of a worker with which each of the first batches fits some plan, to 1 %."""
+    config = parse(argv, world_size=world_size)
+    parts = assemble(config)
+    assert parts.train is not None
+    setup = planned.planner_setup(config, parts, world_size)
+    size = config.training.global_batch_size
+    listed = [tuple(parts.train.batch(i * size, size).lengths.tolist()) for i in range(batches)]
+    listed = sorted(set(listed), key=max)[-12:]  # those with the longest samples
+    low, high = 1e5, 1e6
+    while high > 1.01 * low:
+        middle = (low + high) / 2
+        service = Service(replace(setup, options=replace(setup.options, budget=int(middle))))
+        answers = (service.answer(Question(0, (lengths,))) for lengths in listed)
+        low, high = (middle, high) if any(a.problem for a in answers) else (low, middle)
+    return high
+
+
+def test_a_tight_budget_is_never_exceeded(
+    workers: WorkerPool, data: str, count: Callable[[int, int], int]
+) -> None:
+    iterations = count(30, 2000)
+    argv = [*flags(data), "--train-iters", str(iterations), "--micro-batch-tokens", "120"]
+    budget = 1.1 * smallest_budget(argv, 3, iterations)
+    argv[argv.index(BUDGET)] = f"{budget / 1e9:.9f}"
+    run = runs.run(workers, 3, argv, timeout=1500.0)
+    records = run.history.iterations
+    assert len(records) == iterations
+    optimised = sum(bool(plan.o_plan) for plan in plans_of(run))
+    assert optimised >= 0.2 * iterations
+    over = [r.iteration for r in records if r.extra["memory-over-budget"]]
+    assert not over, f"budget {budget:.0f}, iterations {over}"
+
+
+def test_iterations_over_the_budget_are_counted_and_said(workers: WorkerPool, data: str) -> None:
+    plain = [*runs.MODEL, *runs.TRAINING, "--train-iters", "3", "--data-path", data, "--split",
+             "1,0,0", "--flexpipe-memory-budget-gb", "0.0005"]  # fmt: skip
+    records = runs.run(workers, 1, plain).history.iterations
+    assert [r.extra["memory-over-budget"] for r in records] == [1.0] * 3
+    assert [r.notes["iterations over the memory budget"] for r in records] == ["1", "2", "3"]
+
+
 def test_a_batch_that_fits_nowhere_is_refused_before_it_runs(
     workers: WorkerPool, data: str
 ) -> None:
     with pytest.raises(WorkerError, match="no plan fits") as caught:
         workers.run(3, runs.train, tuple(flags(data, budget="0.0001")))
-    assert "--flexpipe-memory-budget-gb" in str(caught.value)
+    text = str(caught.value)
+    assert re.search(r"device \d needs \d+ bytes with recompute and offload", text)
+    assert "--flexpipe-memory-budget-gb" in text
     assert caught.value.kind == "PlanError"
 
 

@@ -68,6 +68,21 @@ def test_what_fits_nowhere_is_a_problem_in_words_and_not_a_plan() -> None:
     assert "--flexpipe-memory-budget-gb" in answer.problem
 
 
+def test_memory_that_was_predicted_too_low_makes_the_budget_smaller_for_a_while() -> None:
+    service = Service(with_planner("lookahead", 10_000_000_000))
+    budgets = []
+    told: list[tuple[float, ...]] = [(), (0.98, 1.005), (1.08, 1.0), *[(1.0,)] * 14, (1.0,)]
+    for iteration, ratios in enumerate(told):
+        question = Question(iteration, (SHORT,), memory=ratios)
+        assert Question.from_json(question.to_json()) == question
+        answer = service.answer(question)
+        assert answer.decision is not None
+        budgets.append(answer.decision.budget)
+    assert budgets[:2] == [1e10, 1e10]  # the margin covers half a per cent
+    assert budgets[2:-1] == [pytest.approx(1e10 / 1.08, rel=1e-6)] * 15
+    assert budgets[-1] == 1e10
+
+
 def test_a_tight_budget_takes_more_stages() -> None:
     loose = Service(with_planner("lookahead")).answer(Question(0, (SHORT,))).decision
     assert loose is not None

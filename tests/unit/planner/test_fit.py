@@ -1,0 +1,102 @@
+"""Plans that fit by their instruction lists."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from megatron_flex.planner.build import Batch
+from megatron_flex.planner.candidates import Candidate
+from megatron_flex.planner.decision import Infeasible
+from megatron_flex.planner.fit import MARGIN, UNTAKEN
+from megatron_flex.planner.plan import OPlan, Plan
+from megatron_flex.planner.planner import Planner
+from tests.unit.planner.instances_real import drawn_batch, small_model, small_planner
+
+LAYOUT = Plan.parse("0:7@0 | 7:14@1")
+
+
+def planner(budget: float = 80e9, **options: Any) -> Planner:
+    given = {"schedule": "1f1b", "split": False, "exact_memory": True, **options}
+    return small_planner(2, config=small_model(6), budget=int(budget), **given)
+
+
+def needed(batch: Batch) -> float:
+    """Bytes of the fuller device without memory optimisation, and what is left free."""
+    fitter = planner().fitter
+    assert fitter is not None
+    messages = UNTAKEN * 2 * 1024 * float(batch.tokens.max())
+    return (max(fitter.peaks(LAYOUT, batch)) + messages) / (1.0 - MARGIN)
+
+
+def fitted(budget: float, batch: Batch, running: Plan | None = None, **options: Any) -> Candidate:
+    p = planner(budget, **options)
+    finder = p.finder([batch])
+    return p.fitted(finder, finder.best_of(LAYOUT, None, "given"), running)
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("part", [0.95, 0.85, 0.7])
+def test_what_is_missing_is_saved_and_little_more(seed: int, part: float) -> None:
+    batch = drawn_batch(seed)
+    budget = part * needed(batch)
+    price = fitted(budget, batch).price
+    assert price.fits
+    assert price.plan.o_plan
+    assert max(price.device_bytes) <= (1.0 - MARGIN) * budget
+    assert price.missing == pytest.approx((1.0 - part) * budget / part * (1 - MARGIN), rel=0.05)
+    if part == 0.95:
+        # One unit does not do more than half of all that can be done.
+        every = sum(u.layer is not None for u in planner().units.layers.units)
+        assert len(price.plan.o_plan.recompute) < every / 2
+
+
+def test_a_plan_that_fits_by_its_program_is_left_alone_whatever_the_bound_says() -> None:
+    batch = drawn_batch(1)
+    budget = 1.001 * needed(batch)
+    assert planner(budget).finder([batch]).best_of(LAYOUT, None, "given").price.missing > 0
+    price = fitted(budget, batch).price
+    assert price.missing == 0.0
+    assert not price.plan.o_plan
+
+
+def test_a_running_o_plan_stays_while_it_fits_and_costs_hardly_more() -> None:
+    batch = drawn_batch(2)
+    budget = 0.9 * needed(batch)
+    chosen = fitted(budget, batch).price
+    for o_plan, stays in (
+        (replace(chosen.plan.o_plan, optimizer=(1, *chosen.plan.o_plan.optimizer[1:])), None),
+        (OPlan(recompute=(1,)), False),  # does not fit
+        (OPlan(recompute=tuple(range(1, 13)), optimizer=tuple(range(14))), False),  # too slow
+    ):
+        running = replace(LAYOUT, o_plan=o_plan)
+        price = fitted(budget, batch, running).price
+        assert price.fits
+        if stays is False:
+            assert price.plan == chosen.plan
+        else:
+            assert price.seconds <= chosen.seconds * 1.02
+    assert fitted(budget, batch, chosen.plan).price.plan == chosen.plan
+
+
+def test_what_fits_nowhere_is_refused_with_the_device_its_bytes_and_the_flags() -> None:
+    batch = drawn_batch(3)
+    p = planner(0.2 * needed(batch))
+    with pytest.raises(Infeasible) as caught:
+        p.decide([batch], None)
+    text = str(caught.value)
+    assert "device " in text
+    assert "bytes with recompute and offload in the best of them" in text
+    for flag in ("--flexpipe-memory-budget-gb", "--micro-batch-tokens", "--overlong"):
+        assert flag in text
+    assert caught.value.shortfall > 0
+
+
+def test_decisions_keep_to_the_budget_by_program() -> None:
+    batch = drawn_batch(4)
+    p = planner(0.75 * needed(batch))
+    decision = p.decide([batch], None)
+    assert p.fitter is not None
+    assert max(p.fitter.peaks(decision.plan, batch)) <= p.units.budget

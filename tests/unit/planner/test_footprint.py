@@ -1,0 +1,97 @@
+"""Peaks of programs by their instructions. (That workers count the same is tested with workers.)"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from megatron_flex.data.microbatch import MicroBatch
+from megatron_flex.data.microbatches import CostCoefficients, cut_by_tokens
+from megatron_flex.planner.footprint import Footprint, _envelope, _highest
+from megatron_flex.planner.memory import state_bytes, total_parameters
+from megatron_flex.planner.passes import Level
+from megatron_flex.planner.plan import OPlan, Plan
+from megatron_flex.programs import build_program
+from megatron_flex.schedule.instructions import Program
+from megatron_flex.schedule.transition import transition
+from tests.distributed.jobs import batch_of
+from tests.unit.planner.instances_real import small_model
+
+CONFIG = replace(small_model(4), params_dtype="float32")
+UNITS = CONFIG.layers.num_units
+
+
+def parts() -> tuple[MicroBatch, ...]:
+    return cut_by_tokens(batch_of(1, 24, 900), 1000, CostCoefficients())
+
+
+def program(plan: str | Plan, devices: int, following: Plan | None = None) -> Program:
+    parsed = Plan.parse(plan) if isinstance(plan, str) else plan
+    switch = None if following is None else transition(parsed, following, CONFIG.layers)
+    return build_program(CONFIG, parsed, parts(), devices, switch=switch)
+
+
+def test_the_envelope_of_levels_is_their_highest_everywhere() -> None:
+    rng = random.Random(1)
+    for _ in range(500):
+        levels = [
+            Level(float(rng.choice([0, rng.randint(0, 1000)])), float(rng.randint(-50, 50)))
+            for _ in range(rng.randint(1, 12))
+        ]
+        lines = _envelope(levels)
+        for tokens in (0.0, 1.0, 2.5, 10.0, 100.0, 1e4):
+            assert _highest(lines, tokens) == max(level(tokens) for level in levels)
+
+
+def test_slabs_are_16_bytes_a_parameter_and_8_on_the_host_are_not_on_the_device() -> None:
+    footprint, plan = Footprint(CONFIG), Plan.parse(f"0:{UNITS}@0")
+    held = footprint.held(plan, 0)
+    assert held == pytest.approx(state_bytes(CONFIG, total_parameters(CONFIG)).total, rel=1e-3)
+    away = replace(plan, o_plan=OPlan(optimizer=tuple(range(UNITS))))
+    own = sum(footprint.window(slab) for slab in range(UNITS))
+    assert footprint.held(away, 0) == held - own
+    exact = Footprint(CONFIG, exact=True)
+    words = footprint.window(UNITS) / 8  # both users of the tied embedding are here
+    assert exact.held(plan, 0) == pytest.approx(held * 1.5 + 4 * words)
+
+
+def test_an_idle_device_has_nothing() -> None:
+    peaks = Footprint(CONFIG).peaks(program(f"0:{UNITS}@1", 3))
+    assert peaks[0] == peaks[2] == 0.0
+    assert peaks[1] > 0.0
+
+
+@pytest.mark.parametrize(
+    "o_plan",
+    [OPlan(recompute=(2,)), OPlan(activations=(1, 2)), OPlan(optimizer=(1, 2))],
+)
+def test_memory_optimisation_lowers_the_peak_of_those_who_do_it(o_plan: OPlan) -> None:
+    plan = Plan.parse(f"0:3@0 | 3:6@1 | 6:{UNITS}@2")
+    footprint = Footprint(CONFIG)
+    before = footprint.peaks(program(plan, 3))
+    after = footprint.peaks(program(replace(plan, o_plan=o_plan), 3))
+    assert after[0] < before[0]
+    assert after[1:] == before[1:]
+
+
+def test_what_joins_early_is_there_before_the_norm_and_later_where_the_next_plan_wants_it() -> None:
+    plan, following = Plan.parse(f"0:5@0 | 5:{UNITS}@1"), Plan.parse(f"0:6@0 | 6:{UNITS}@1")
+    footprint = Footprint(CONFIG)
+    alone, _ = footprint.device(program(plan, 2), 0)
+    joined, _ = footprint.device(program(plan, 2, following), 0)
+    assert joined - alone == footprint.slab(5)
+    lean = replace(following, o_plan=OPlan(optimizer=(5,)))
+    joined, _ = footprint.device(program(plan, 2, lean), 0)
+    assert joined - alone == footprint.slab(5, offloaded=True)
+
+
+def test_what_is_handed_over_is_there_beside_what_goes() -> None:
+    plan, following = Plan.parse(f"0:5@0 | 5:{UNITS}@1"), Plan.parse(f"0:6@0 | 6:{UNITS}@1")
+    footprint = Footprint(CONFIG)
+    sizes = footprint.handed_over(plan, following, {(5, 0)}, 2)
+    # The first keeps all and gets one; the second still has what it sends.
+    assert sizes[0] == footprint.held(plan, 0) + footprint.slab(5)
+    assert sizes[1] == footprint.held(plan, 1)
+    assert footprint.handed_over(plan, following, set(), 2)[1] == footprint.held(following, 1)

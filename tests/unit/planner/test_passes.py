@@ -1,0 +1,125 @@
+"""Levels of a pass against what the allocator counts while the modules run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from torch.autograd.graph import get_gradient_edge
+
+from megatron_flex.data.packed import PackedBatch
+from megatron_flex.model.blocks import Block, build_block
+from megatron_flex.model.config import ModelConfig
+from megatron_flex.model.layers import Kind
+from megatron_flex.planner.passes import highest, passes
+from megatron_flex.runtime.memory import MemoryMeter
+from megatron_flex.runtime.recompute import recomputed
+from tests.unit.planner.test_memory import CONFIGS, GPT
+
+CPU = torch.device("cpu")
+GROUPED = CONFIGS["grouped, gated, rope"]
+MODELS = {
+    **CONFIGS,
+    "no dropout": replace(GPT, hidden_dropout=0.0, attention_dropout=0.0),
+    "many words": replace(GPT, vocab_size=5000, padded_vocab_size=5120),
+    "normed heads, gated": replace(GROUPED, qk_layernorm=True),
+    "bf16": replace(GPT, params_dtype="bfloat16"),
+    "gated bf16": replace(GROUPED, params_dtype="bfloat16"),
+}
+
+
+@dataclass(frozen=True)
+class Counted:
+    """Bytes above those at the beginning of a pass."""
+
+    forward: int
+    kept: int
+    backward: int
+
+
+def wide(config: ModelConfig) -> ModelConfig:
+    """A model whose weights' gradients show beside its activations."""
+    groups = 8 if config.num_query_groups == config.num_attention_heads else 2
+    return replace(
+        config, hidden_size=128, num_attention_heads=8, num_query_groups=groups,
+        ffn_hidden_size=2 * config.ffn_hidden_size, max_position_embeddings=2048,
+    )  # fmt: skip
+
+
+def block_of(config: ModelConfig, kind: Kind) -> Block:
+    block = build_block(next(u for u in config.layers.units if u.kind is kind), config)
+    for parameter in block.parameters():
+        if parameter.dtype is not torch.float32:
+            parameter.grad_dtype = torch.float32
+        parameter.grad = torch.zeros(parameter.shape)
+    return block
+
+
+def batch_of(config: ModelConfig, tokens: int) -> PackedBatch:
+    numbers = torch.zeros(tokens, dtype=torch.long)
+    return PackedBatch(
+        lengths=(tokens - 30, 30), samples=(0, 1), starts=(0, 0), tokens=numbers, labels=numbers,
+        loss_mask=torch.ones(tokens), token_types=numbers if config.num_tokentypes else None,
+        sentence_order=torch.zeros(2, dtype=torch.long) if config.binary_head else None,
+    )  # fmt: skip
+
+
+def count(block: Block, kind: Kind, tokens: int, *, again: bool = False) -> Counted:
+    """One forward and backward, counted."""
+    meter, batch = MemoryMeter(CPU), batch_of(block.config, tokens)
+    hidden = None
+    if kind is not Kind.EMBEDDING:
+        dtype = next(block.parameters()).dtype
+        hidden = torch.randn(tokens, 1, block.config.hidden_size, dtype=dtype, requires_grad=True)
+    context = block.context(batch, CPU)
+    if block.config.position_embedding_type == "rope":
+        context.rotary  # noqa: B018 - made once for all blocks
+    context.token_keys, context.positions, context.first_tokens  # noqa: B018
+    begin = meter.current
+    meter.begin()
+    if again:
+        assert hidden is not None
+        output = recomputed(block, hidden, batch)
+    else:
+        output = block(hidden, batch)
+    forward = meter.peak - begin
+    edge = get_gradient_edge(output)
+    gradient = torch.ones_like(output)
+    size = gradient.untyped_storage().nbytes()
+    del output
+    kept = meter.current - size - begin
+    begin = meter.current
+    meter.begin()
+    torch.autograd.backward(edge, gradient)
+    return Counted(forward, kept, meter.peak - begin)
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("kind", Kind)
+def test_levels_are_what_the_allocator_counts(name: str, kind: Kind) -> None:
+    config = wide(MODELS[name])
+    block, expected = block_of(config, kind), passes(config)[kind]
+    # In bfloat16 products on the CPU take memory of their own, of which nothing is known.
+    near = 0.02 if config.params_dtype == "float32" else 0.35
+    for tokens in (40, 300, 1500):
+        found = count(block, kind, tokens)
+        # A few numbers a sample are left out.
+        assert found.kept == pytest.approx(expected.kept * tokens, rel=0.002, abs=3000)
+        forward, backward = (highest(x, tokens) for x in (expected.forward, expected.backward))
+        assert found.forward == pytest.approx(forward, rel=near, abs=3000)
+        whole = found.kept + found.backward
+        assert whole == pytest.approx(expected.kept * tokens + backward, rel=near)
+
+
+@pytest.mark.parametrize("name", ["gpt", "grouped, gated, rope", "normed heads, gated"])
+@pytest.mark.parametrize("kind", [Kind.ATTENTION, Kind.MLP])
+def test_a_recomputed_unit_keeps_its_input_only(name: str, kind: Kind) -> None:
+    config = wide(MODELS[name])
+    block, expected = block_of(config, kind), passes(config)[kind]
+    for tokens in (40, 300, 1500):
+        found = count(block, kind, tokens, again=True)
+        assert found.kept == 0
+        assert found.forward == pytest.approx(highest(expected.unkept, tokens), rel=0.02)
+        again = expected.kept * tokens + highest(expected.backward, tokens)
+        assert found.backward == pytest.approx(max(highest(expected.forward, tokens), again), 0.02)
