@@ -6,8 +6,9 @@
 Two workers train the same batch over and over; every third iteration a layer moves from one to the
 other, or back. Ways are interleaved within one run. For each switch after iteration k it prints
 
-    stall   from the last update of k to the first operation of k+1, of the slowest worker, less
-            the median of the same gap without a switch;
+    stall   from the last update of k on any worker to the first operation of k+1 on the slowest,
+            without its wait for the stage before and with waits of operations for state that comes
+            late, less the median of the same gap on the same plan without a switch;
     extra   time of iterations k and k+1, less the medians of iterations on the two plans without
             a switch.
 
@@ -125,13 +126,14 @@ def worker(rank: int, rendezvous: str, arguments: argparse.Namespace, out: str) 
             iterations.executor = with_memory if way == "handover" else by_messages
             for plan, following in ((first, second), (second, first)):
                 for position in range(PERIOD):
+                    ended = world.slowest(by_messages.clock.ended or 0.0)
                     began = time.perf_counter()
-                    result = iterations.train(
+                    iterations.train(
                         source, batch, STEP,
                         following=following if position == PERIOD - 1 else plan,
                     )  # fmt: skip
-                    gap = max(m.gap for m in result.measured)
                     elapsed = world.slowest(time.perf_counter() - began)
+                    gap = world.slowest(by_messages.clock.ready or 0.0) - ended
                     if cycle:  # the first cycle warms up
                         samples.append(Sample(way, str(plan), position, elapsed, gap))
     if rank == 0:
@@ -181,16 +183,16 @@ def spread(values: list[float], unit: float = 1e3) -> str:
 def report(state: int, samples: list[Sample], restarts: list[float]) -> None:
     """Print the table."""
     steady_time = defaultdict(list)
-    steady_gap = []
+    steady_gap = defaultdict(list)
     for s in samples:
         if s.position == 1:  # neither switches nor follows a switch
             steady_time[s.plan].append(s.elapsed)
-            steady_gap.append(s.gap)
+            steady_gap[s.plan].append(s.gap)
     usual = {plan: statistics.median(times) for plan, times in steady_time.items()}
-    gap = statistics.median(steady_gap)
+    gaps = {plan: statistics.median(found) for plan, found in steady_gap.items()}
     mean = statistics.mean(usual.values())
     print(f"state of the layer that moves: {state / 1e6:.1f} MB;"
-          f" iteration: {mean * 1e3:.0f} ms; usual gap: {gap * 1e3:.1f} ms")  # fmt: skip
+          f" iteration: {mean * 1e3:.0f} ms; usual gap: {statistics.mean(gaps.values()) * 1e3:.1f} ms")  # fmt: skip
     print(f"{'':16}{'switches':>9} {'stall (ms)':>19} {'extra (ms)':>19}  of an iteration")
     print(f"{'':25} {'median':>9} {'p90':>9} {'median':>9} {'p90':>9}  {'stall':>6} {'extra':>6}")
     medians = {}
@@ -198,7 +200,7 @@ def report(state: int, samples: list[Sample], restarts: list[float]) -> None:
         stalls, extras = [], []
         for before, after in pairwise(samples):  # the gap comes in the iteration after, of any way
             if before.way == way and before.position == PERIOD - 1 and after.position == 0:
-                stalls.append(after.gap - gap)
+                stalls.append(after.gap - gaps[after.plan])
                 both = before.elapsed + after.elapsed
                 extras.append(both - usual[before.plan] - usual[after.plan])
         medians[way] = statistics.median(stalls)

@@ -63,8 +63,9 @@ def memory_ratio(measured: Sequence[Measured]) -> float:
 class StallMeter:
     """How much longer than usual a switch keeps devices from computing.
 
-    The gap of a device runs from its last update to its first operation of the next iteration. The
-    stall of a switch is the longest gap of a device after it, less the usual one without a switch.
+    The gap of a device runs from its last update to its first operation of the next iteration,
+    without the wait for other stages (:class:`Measured`). The stall of a switch is the longest gap
+    of a device after it, less the usual one without a switch.
     """
 
     def __init__(self) -> None:

@@ -7,7 +7,13 @@ from dataclasses import dataclass, field
 
 import torch
 
-from megatron_flex.schedule.instructions import Compute, Forward, Instruction, UpdateOrSkip
+from megatron_flex.schedule.instructions import (
+    Compute,
+    Forward,
+    Instruction,
+    RecvActivation,
+    UpdateOrSkip,
+)
 
 
 @dataclass(frozen=True)
@@ -25,9 +31,10 @@ class Measured:
     """One device's times in an iteration, in seconds, and its memory, in bytes.
 
     Attributes:
-        gap: from the last update (or norm) of the iteration before to the first operation of this
-            one; 0 for a device without work in either.
-        busy: computing (forward and backward, with waits for state that arrives late).
+        gap: from the last update of the iteration before to the first operation of this one, less
+            the wait for its input from the stage before, and with the waits of operations for state
+            that arrives late; 0 for a device without work in either.
+        busy: computing (forward and backward).
         elapsed: from the first instruction to the global norm.
         memory: peak bytes in use on the device, from the updates of the iteration before to the
             global norm of this one; 0 where nothing counts them.
@@ -43,15 +50,20 @@ class Measured:
 
 @dataclass
 class Clock:
-    """Times of one worker. On CUDA host times say nothing, so compute is timed by events there."""
+    """Times of one worker. On CUDA host times say nothing, so compute is timed by events there.
+
+    ``ended``: when the last update was done, on the machine's monotonic clock.
+    """
 
     device: torch.device
     trace: bool = False
     spans: list[Span] = field(default_factory=list)
-    _ended: float | None = None
+    ended: float | None = None
     _began: float = 0.0
     _first: float | None = None
     _busy: float = 0.0
+    _input: float = 0.0  # waiting for the input of the first operation
+    _state: float = 0.0  # operations waiting for state
     _events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = field(default_factory=list)
     _open: torch.cuda.Event | None = None
 
@@ -59,7 +71,7 @@ class Clock:
         """An iteration begins."""
         self._began = time.perf_counter()
         self._first = None
-        self._busy = 0.0
+        self._busy = self._input = self._state = 0.0
         self._events.clear()
 
     def start(self, instruction: Instruction) -> float:
@@ -83,14 +95,26 @@ class Clock:
             else:
                 self._busy += now - started
         elif isinstance(instruction, UpdateOrSkip):
-            self._ended = now
+            self.ended = now
+        elif isinstance(instruction, RecvActivation) and self._first is None:
+            self._input += now - started
         if self.trace:
             self.spans.append(Span(instruction, started, now))
+
+    def waited(self, seconds: float) -> None:
+        """An operation waited for state before it computed."""
+        self._state += seconds
+
+    @property
+    def ready(self) -> float | None:
+        """When the first operation began, were it not for its input; later by waits for state."""
+        return None if self._first is None else self._first - self._input + self._state
 
     def measured(self) -> Measured:
         """Times so far in this iteration; on CUDA only after a synchronisation."""
         busy = self._busy + sum(a.elapsed_time(b) for a, b in self._events) / 1000.0
-        gap = 0.0
-        if self._first is not None and self._ended is not None:
-            gap = max(0.0, self._first - self._ended)
+        ready = self.ready
+        gap = 0.0 if ready is None or self.ended is None else max(0.0, ready - self.ended)
+        if self.device.type != "cuda":
+            busy -= self._state
         return Measured(gap, busy, time.perf_counter() - self._began)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -243,8 +244,9 @@ class Executor:
             source.requires_grad_()
         hidden = source
         for unit in range(stage.start, stage.stop):
-            for slab in self._slabs_of[unit]:
-                self._wait_arrived(slab)
+            waiting = time.perf_counter()
+            if any([self._wait_arrived(slab) for slab in self._slabs_of[unit]]):
+                self.clock.waited(time.perf_counter() - waiting)
             block = self.holdings.blocks[unit]
             # The embedding keeps nothing, so there is nothing to recompute.
             if unit in run.recompute and hidden is not None:
@@ -470,9 +472,12 @@ class Executor:
         slab.grads.zero_()
         self.holdings.drop(op.slab)
 
-    def _wait_arrived(self, number: int) -> None:
-        if self._states.arrived(number):
+    def _wait_arrived(self, number: int) -> bool:
+        """Have a slab whose state is on its way here; whether it was."""
+        arrived = self._states.arrived(number)
+        if arrived:
             self.holdings.slabs[number].params_from_masters()
+        return arrived
 
 
 HANDLERS: dict[type[Instruction], Callable[[Executor, _Run, Any], None]] = {
