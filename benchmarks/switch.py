@@ -192,7 +192,8 @@ def report(state: int, samples: list[Sample], restarts: list[float]) -> None:
     gaps = {plan: statistics.median(found) for plan, found in steady_gap.items()}
     mean = statistics.mean(usual.values())
     print(f"state of the layer that moves: {state / 1e6:.1f} MB;"
-          f" iteration: {mean * 1e3:.0f} ms; usual gap: {statistics.mean(gaps.values()) * 1e3:.1f} ms")  # fmt: skip
+          f" iteration: {mean * 1e3:.0f} ms;"
+          f" usual gap: {statistics.mean(gaps.values()) * 1e3:.1f} ms")  # fmt: skip
     print(f"{'':16}{'switches':>9} {'stall (ms)':>19} {'extra (ms)':>19}  of an iteration")
     print(f"{'':25} {'median':>9} {'p90':>9} {'median':>9} {'p90':>9}  {'stall':>6} {'extra':>6}")
     medians = {}

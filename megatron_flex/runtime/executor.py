@@ -245,7 +245,7 @@ class Executor:
         hidden = source
         for unit in range(stage.start, stage.stop):
             waiting = time.perf_counter()
-            if any([self._wait_arrived(slab) for slab in self._slabs_of[unit]]):
+            if sum(map(self._wait_arrived, self._slabs_of[unit])):
                 self.clock.waited(time.perf_counter() - waiting)
             block = self.holdings.blocks[unit]
             # The embedding keeps nothing, so there is nothing to recompute.
