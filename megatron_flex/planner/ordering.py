@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from megatron_flex.model.config import ModelConfig
-from megatron_flex.planner.flops import model_work
+from megatron_flex.planner.flops import model_work, total_work
 from megatron_flex.planner.plan import Plan
 from megatron_flex.schedule.costs import OpCosts
 
@@ -35,15 +35,14 @@ def op_costs(config: ModelConfig, plan: Plan, micro_batches: Sequence[Sized]) ->
     sizes = [(float(m.tokens), float(m.squares)) for m in micro_batches]
     forward, backward_input, backward_weight, activation = [], [], [], []
     for stage in plan.stages:
-        units = works[stage.start : stage.stop]
+        work = total_work(works[stage.start : stage.stop])
         again = [works[u] for u in plan.o_plan.recompute if stage.start <= u < stage.stop]
-        forward.append(tuple(sum(u.forward(*size) for u in units) for size in sizes))
-        split = [[u.backward_split(*size) for u in units] for size in sizes]
-        repeated = [sum(u.forward(*size) for u in again) for size in sizes]
-        backward_input.append(
-            tuple(sum(i for i, _ in row) + more for row, more in zip(split, repeated, strict=True))
-        )
-        backward_weight.append(tuple(sum(w for _, w in row) for row in split))
+        repeated = total_work(again)
+        forward.append(tuple(work.forward(*size) for size in sizes))
+        split = [work.backward_split(*size) for size in sizes]
+        more = [repeated.forward(*size) for size in sizes] if again else [0.0] * len(sizes)
+        backward_input.append(tuple(i + m for (i, _), m in zip(split, more, strict=True)))
+        backward_weight.append(tuple(w for _, w in split))
         held = BYTES_PER_ACTIVATION * config.hidden_size * (stage.stop - stage.start)
         activation.append(tuple(held * tokens for tokens, _ in sizes))
     free = (tuple(0.0 for _ in sizes),) * (len(plan.stages) - 1)
