@@ -257,7 +257,8 @@ class Trainer:
         if self.progress_log is not None:
             self.progress_log.iteration(flops, batch.tokens)
         elapsed = time.perf_counter() - began
-        self.plans.measured(self.progress.iteration - 1, elapsed, memory_ratio(result.measured))
+        ratio = memory_ratio(result.measured, self.iterations.room)
+        self.plans.measured(self.progress.iteration - 1, elapsed, ratio)
         extra, notes = self._layout(current, result, elapsed)
         params_norm = self._params_norm() if self.config.logging.log_params_norm else None
         log_memory = self.speaks and self.config.logging.log_memory_to_tensorboard

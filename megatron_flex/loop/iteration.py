@@ -12,6 +12,7 @@ from megatron_flex.data.microbatch import MicroBatch
 from megatron_flex.data.microbatches import CostCoefficients, cut_by_count, cut_by_tokens
 from megatron_flex.loop.reader import Reader
 from megatron_flex.model.config import ModelConfig
+from megatron_flex.planner.fit import room_for_messages
 from megatron_flex.planner.flops import model_work, total_work
 from megatron_flex.planner.footprint import Footprint
 from megatron_flex.planner.plan import Plan
@@ -69,6 +70,16 @@ class Iterations:
         model = self.executor.holdings.config
         self._footprint = Footprint(model, exact=f.flexpipe_bitwise)
         self._budget = f.memory_budget
+
+    @property
+    def room(self) -> float:
+        """Bytes for messages that peers have not taken, which the plan of ``last`` left free."""
+        if self.last is None:
+            return 0.0
+        program, micro_batches = self.last
+        largest = float(max(m.tokens for m in micro_batches))
+        model = self.executor.holdings.config
+        return room_for_messages(model, len(program.plan.stages), largest)
 
     def train(
         self,

@@ -11,8 +11,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from megatron_flex.model.config import ModelConfig
 from megatron_flex.planner.build import Batch, ModelCosts
 from megatron_flex.planner.footprint import Footprint
+from megatron_flex.planner.memory import boundary_bytes
 from megatron_flex.planner.optimise import GroupOptimisation, o_plan, optimise, optimised
 from megatron_flex.planner.ordering import op_costs
 from megatron_flex.planner.plan import OPlan, Plan
@@ -31,6 +33,11 @@ CLEAR = 0.85
 MOST_DEVICES = 64
 """Instruction lists of more devices take too long to make for a decision; there the bound rules."""
 _ATTEMPTS = 10
+
+
+def room_for_messages(config: ModelConfig, stages: int, tokens: float) -> float:
+    """Bytes of the messages that a peer may not have taken; ``tokens``: of the largest one."""
+    return UNTAKEN * boundary_bytes(config) * tokens if stages > 1 else 0.0
 
 
 @dataclass(frozen=True)
@@ -73,6 +80,12 @@ class Fitter:
         kept = self._as_it_is(pricer, running, found.missing)
         return kept if kept.seconds <= found.seconds * (1.0 + costs.options.margin) else found
 
+    def smallest(self, pricer: Pricer, plan: Plan) -> Price:
+        """The plan's layout with all the memory optimisation there is."""
+        tables = pricer.problem.tables
+        parts = [optimise(tables, group, whole=True) for group in groups_of(tables, plan)]
+        return self._as_it_is(pricer, Plan(plan.stages, o_plan(tables, parts)), 0.0)
+
     def peaks(self, plan: Plan, batch: Batch) -> tuple[float, ...]:
         """Peak bytes of every device of the world."""
         costs = self._costs
@@ -95,7 +108,10 @@ class Fitter:
         if not late:
             return True
         world = costs.cluster.world_size
-        return max(self._footprint.handed_over(running.plan, plan, late, world)) <= costs.budget
+        arrived = self._footprint.handed_over(running.plan, plan, late, world)
+        windows = (self._footprint.windows(running.plan, device) for device in range(world))
+        peak = max(a + w for a, w in zip(arrived, windows, strict=True))
+        return peak <= (1.0 - MARGIN) * costs.budget
 
     def _fit(self, pricer: Pricer, plan: Plan) -> Price:
         tables = pricer.problem.tables
@@ -134,8 +150,9 @@ class Fitter:
 
     def _allowed(self, pricer: Pricer, plan: Plan) -> float:
         """Bytes that the predicted peak of a device may have."""
-        messages = UNTAKEN * self._footprint.boundary * float(pricer.batch.tokens.max())
-        return (1.0 - MARGIN) * self._costs.budget - (messages if len(plan.stages) > 1 else 0.0)
+        largest = float(pricer.batch.tokens.max())
+        room = room_for_messages(self._costs.config, len(plan.stages), largest)
+        return (1.0 - MARGIN) * self._costs.budget - room
 
     def _priced(
         self,

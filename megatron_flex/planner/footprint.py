@@ -146,6 +146,13 @@ class Footprint:
         """Bytes of one token between units."""
         return self._hidden
 
+    def windows(self, plan: Plan, device: int) -> float:
+        """Most bytes on the device of offloaded states that are worked on at the same time."""
+        away = (
+            self.window(slab) for slab in self._held(plan, device) if slab in plan.o_plan.optimizer
+        )
+        return sum(sorted(away)[-WINDOW:])
+
     def held(self, plan: Plan, device: int) -> float:
         """Bytes of all slabs that a device holds under ``plan``."""
         return sum(self._held(plan, device).values()) + self._twice_tied(plan, device)

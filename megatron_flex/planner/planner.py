@@ -8,6 +8,7 @@ Everything is a value: equal input gives an equal decision, on every rank.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -19,7 +20,7 @@ from megatron_flex.model.config import ModelConfig
 from megatron_flex.planner.build import Batch, ModelCosts
 from megatron_flex.planner.candidates import TIE, Candidate, Finder
 from megatron_flex.planner.decision import Decision, Infeasible, Predicted, Reason, action_of
-from megatron_flex.planner.fit import MARGIN, Fitter
+from megatron_flex.planner.fit import MARGIN, Fitter, room_for_messages
 from megatron_flex.planner.options import PlannerOptions
 from megatron_flex.planner.plan import Plan, PlanError
 from megatron_flex.planner.pricing import Price
@@ -98,7 +99,7 @@ class Planner:
         """
         finder = self.finder([batch])
         candidate = self.fitted(finder, finder.best_of(plan, None, "running"), plan)
-        return running_of(self.units, candidate.price, seconds)
+        return running_of(self.units, candidate.price, seconds, float(batch.tokens.max()))
 
     @cached_property
     def even_plans(self) -> tuple[Plan, ...]:
@@ -276,7 +277,15 @@ class Planner:
         plans = sorted(_distinct(plans), key=lambda c: (c.price.shortfall, _rank(c, None, 0.0)))
         fitted = [self.fitted(finder, c) for c in plans[:LAST_TRIES]]
         fits = [c for c in fitted if c.price.fits]
-        if fits:
+        # What is on the host takes less room when it comes.
+        pricers = finder.pricers
+        small = (
+            replace(c, price=self.fitter.smallest(pricers[c.micro_batching], c.plan)) for c in fits
+        )
+        for candidate in itertools.chain(fits, small):
+            if self._runs(candidate, running):
+                return [candidate]
+        if fits:  # over the margin in the switch: without it training ends
             return fits[:1]
         best = min(fitted, key=lambda c: c.price.shortfall).price
         raise finder.infeasible(best)
@@ -317,9 +326,14 @@ class Planner:
         return Judged(candidate, pricer.simulate(candidate.price))
 
 
-def running_of(costs: ModelCosts, price: Price, seconds: float | None = None) -> Running:
-    """An iteration as the next switch sees it."""
-    budget = costs.budget * (1.0 - MARGIN if costs.options.exact_memory else 1.0)
+def running_of(
+    costs: ModelCosts, price: Price, seconds: float | None = None, largest: float = 0.0
+) -> Running:
+    """An iteration as the next switch sees it; ``largest``: tokens of its largest micro-batch."""
+    budget = float(costs.budget)
+    if costs.options.exact_memory:
+        budget *= 1.0 - MARGIN
+        budget -= room_for_messages(costs.config, len(price.plan.stages), largest)
     spare = tuple(max(0.0, budget - size) for size in price.device_bytes)
     return Running(price.plan, price.seconds if seconds is None else seconds, spare)
 

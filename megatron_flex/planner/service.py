@@ -218,13 +218,8 @@ class Service:
         self._memory.extend(question.memory)
         if self.memory_factor != self._memory_factor:
             self._plan_with(self.memory_factor)
-        window = [self._setup.cut.batch(lengths) for lengths in question.window]
-        running = None
-        if question.running is not None:
-            plan = Plan.parse(question.running)
-            running = self.planner.running(plan, self._setup.cut.batch(question.running_lengths))
         try:
-            decision = self._decide(window, running)
+            decision, running = self._decided(question)
         except (Infeasible, PlanError) as error:
             return Answer(question.iteration, None, self.factor, str(error))
         late: tuple[tuple[int, int], ...] = ()
@@ -232,6 +227,20 @@ class Service:
             moves = switch(self.planner.units, running, decision.plan).moves
             late = tuple((m.slab, m.device) for m in moves if m.way is Way.HAND_OVER)
         return Answer(question.iteration, decision, self.factor, late=late)
+
+    def _decided(self, question: Question) -> tuple[Decision, Running | None]:
+        window = [self._setup.cut.batch(lengths) for lengths in question.window]
+        while True:
+            running = None
+            if question.running is not None:
+                batch = self._setup.cut.batch(question.running_lengths)
+                running = self.planner.running(Plan.parse(question.running), batch)
+            try:
+                return self._decide(window, running), running
+            except Infeasible:
+                if self._memory_factor == 1.0:
+                    raise
+                self._plan_with(1.0)  # better over the smaller budget than not at all
 
     def _decide(self, window: list[Batch], running: Running | None) -> Decision:
         name = self._setup.options.planner

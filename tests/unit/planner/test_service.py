@@ -83,6 +83,20 @@ def test_memory_that_was_predicted_too_low_makes_the_budget_smaller_for_a_while(
     assert budgets[-1] == 1e10
 
 
+def test_a_smaller_budget_never_makes_a_batch_impossible() -> None:
+    low, high = 1e6, 1e10
+    while high > 1.01 * low:
+        middle = (low * high) ** 0.5
+        answer = Service(with_planner("lookahead", int(middle))).answer(Question(0, (LONG,)))
+        low, high = (middle, high) if answer.problem else (low, middle)
+    service = Service(with_planner("lookahead", int(high)))
+    for iteration in range(3):
+        answer = service.answer(Question(iteration, (LONG,), memory=(1.3,)))
+        assert answer.decision is not None, answer.problem
+        assert answer.decision.budget == int(high)
+    assert service.answer(Question(3, (SHORT,))).decision is not None
+
+
 def test_a_tight_budget_takes_more_stages() -> None:
     loose = Service(with_planner("lookahead")).answer(Question(0, (SHORT,))).decision
     assert loose is not None
