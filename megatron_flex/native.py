@@ -83,7 +83,7 @@ SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "mflex_planner_price": (None, [_POINTER, _LONG, *(_POINTER,) * 7]),
     "mflex_planner_shares": (
         _LONG,
-        [_POINTER, _POINTER, _LONG, _LONG, _LONG, _POINTER, _POINTER, _POINTER],
+        [_POINTER, _POINTER, _LONG, _LONG, _LONG, _LONG, _POINTER, _POINTER, _POINTER],
     ),
     # swiglu.cpp
     "mflex_swiglu": (None, [_POINTER, _POINTER, _LONG, _LONG, _INT, _POINTER, _INT]),

@@ -19,6 +19,7 @@ struct mflex_schedule_problem {
   int64_t split;                // backward in two operations
   int64_t train;                // 0: forwards only
   int64_t forwards_first;       // a device begins its backwards after its last forward
+  int64_t alternate;            // after a backward, a device looks at its forwards first
   int64_t lender;               // who admits forwards to memory: 0 nobody, 1 banker, 2 ticket
   double tolerance;             // events that are closer happen at the same time
   double stop;                  // give up when the makespan is sure to reach this
@@ -203,6 +204,7 @@ class Pass {
         work_left_(p.devices),
         placed_(p.devices),
         idle_(p.devices, 1),
+        after_backward_(p.devices),
         touched_(p.devices),
         links_(p.devices) {
     for (int64_t i = 0; i < p.batches; ++i) rank_[p.turn[i]] = i;
@@ -299,10 +301,14 @@ class Pass {
 
   void dispatch(int64_t device, double now) {
     const bool hold = p_.forwards_first && p_.train && forwards_left_[device] > 0;
+    const bool turn = p_.alternate && after_backward_[device];
+    const int64_t first = p_.queue_offset[device], count = p_.queue_offset[device + 1] - first;
     bool starved = false;
-    for (int64_t i = p_.queue_offset[device]; i < p_.queue_offset[device + 1]; ++i) {
+    for (int64_t look = turn ? 0 : count; look < 2 * count; ++look) {
+      const int64_t i = first + look % count;
       if (waiting_[i].empty()) continue;
       const int64_t queue = p_.queue[i], stage = queue % p_.stages;
+      if (look < count && queue >= p_.stages) continue;
       const int64_t batch = p_.turn[waiting_[i].top()];
       if (queue < p_.stages) {
         if (starved || (p_.train && in_flight_[device * p_.stages + stage] >= p_.cap[stage])) {
@@ -329,6 +335,7 @@ class Pass {
     p_.order[placed_[device]++] = code;
     p_.sequence[started_++] = code;
     idle_[device] = 0;
+    after_backward_[device] = queue >= p_.stages;
     work_left_[device] -= seconds;
     if (queue < p_.stages && p_.train) {
       --forwards_left_[device];
@@ -368,7 +375,7 @@ class Pass {
   std::vector<int64_t> forwards_left_;
   std::vector<double> work_left_;
   std::vector<int64_t> placed_;
-  std::vector<char> idle_, touched_;
+  std::vector<char> idle_, after_backward_, touched_;
   Links links_;
   std::priority_queue<Event, std::vector<Event>, std::greater<Event>> events_;
   int64_t started_ = 0;

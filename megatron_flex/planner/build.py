@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
@@ -24,6 +25,7 @@ from megatron_flex.planner.tables import (
     BoolArray,
     ElementKind,
     IntArray,
+    Shares,
     Tables,
     Tied,
     Wires,
@@ -33,8 +35,12 @@ MESSAGE_BUFFERS = 4
 """Messages of the largest size that a device holds besides its activations: one received and one
 sent, each way."""
 
+FUSED_DEPTH = 3
+"""Pipelines' worth of micro-batches in flight: one, and up to two more where neighbouring stages
+have different degrees (the sum of both over all boundaries is below twice the devices)."""
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, eq=False)
 class Batch:
     """Micro-batches as numbers: ``[n]`` tokens and ``[n]`` token pairs."""
 
@@ -67,6 +73,9 @@ class ModelCosts:
     options: PlannerOptions
     devices: tuple[int, ...]
     given_points: tuple[int, ...] | None = None
+    _shares: WeakKeyDictionary[Batch, dict[int, Shares]] = field(
+        default_factory=WeakKeyDictionary, init=False, repr=False
+    )
 
     def __post_init__(self) -> None:
         if not self.devices or len(set(self.devices)) != len(self.devices):
@@ -332,7 +341,7 @@ class ModelCosts:
             max_tokens=float(batch.tokens.max()),
             total_tokens=float(batch.tokens.sum()),
             chain=float(alone.max()),
-            shares=shares(alone, batch.tokens, len(self.devices), granule),
+            shares=self._dealt(batch, alone, granule),
             devices=self.devices,
             server=self.server,
             budget=np.full(len(self.devices), self.budget),
@@ -344,6 +353,14 @@ class ModelCosts:
             offload_optimizer=host and options.offload_optimizer,
             offload_activations=host and options.offload_activations,
         )
+
+    def _dealt(self, batch: Batch, alone: Array, granule: int) -> Shares:
+        """How a batch falls to replicas: what takes longest in its tables, so only once."""
+        known = self._shares.setdefault(batch, {})
+        if granule not in known:
+            depth = 1 if self.options.split else FUSED_DEPTH
+            known[granule] = shares(alone, batch.tokens, len(self.devices), granule, depth)
+        return known[granule]
 
     def wires(self, batch: Batch) -> Wires:
         """What the messages of a batch cost on this cluster."""

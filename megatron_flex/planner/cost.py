@@ -37,6 +37,8 @@ for every group g of devices that hold the same stages (one, or two in a V):
 ``K`` forwards are in flight on each replica of a stage (flexpipe.md section 5): the part of the
 work from the stage to the end, times all devices, over the stage's replicas, rounded up; one more
 with split backward. Activation memory is that of the K largest micro-batches of any one replica.
+1F1B lets more be in flight where neighbouring stages have different degrees, if that fits
+(:mod:`pricing`); here a plan is lean.
 
 Every term grows when a group takes more elements, and the sum does not grow when its start moves
 on: the searches rely on it.
@@ -52,8 +54,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from megatron_flex.planner.tables import Tables
-
-_ROUNDING = 1e-9
+from megatron_flex.schedule.policies.policy import in_flight_cap
 
 
 @dataclass(frozen=True)
@@ -121,10 +122,13 @@ class PlanCost:
 
 def in_flight(t: Tables, element: int, degree: int) -> int:
     """K: forwards in flight on a replica of the stage that begins at ``element``."""
+    return in_flight_cap(work_share(t, element), t.num_devices, degree) + (1 if t.split else 0)
+
+
+def work_share(t: Tables, element: int) -> float:
+    """Work from ``element`` to the end, as a part of all work."""
     total = float(t.work.sum())
-    share = float(t.work[element:].sum()) / total if total > 0 else 1.0
-    cap = math.ceil(share * t.num_devices / degree - _ROUNDING)
-    return max(1, cap) + (1 if t.split else 0)
+    return float(t.work[element:].sum()) / total if total > 0 else 1.0
 
 
 def plan_cost(t: Tables, groups: Sequence[Group]) -> PlanCost:

@@ -22,6 +22,8 @@ from megatron_flex.planner.plans import groups_of
 from megatron_flex.planner.pricing import Price, Pricer, price_with
 from megatron_flex.planner.switching import Running, Way, switch
 from megatron_flex.schedule.list_scheduler import build, policy
+from megatron_flex.schedule.policies.one_f_one_b import ONE_F_ONE_B
+from megatron_flex.schedule.policies.policy import out_of_step
 
 MARGIN = 0.02
 """Part of the budget that plans leave free, for what the model of memory does not know."""
@@ -121,8 +123,13 @@ class Fitter:
         exhausted: set[int] = set()  # groups that do all they can
         parts = [GroupOptimisation()] * len(groups)
         first: list[float] = []  # bytes that each group lacks without memory optimisation
-        for _ in range(_ATTEMPTS):
+        peaks = self.peaks(plan, pricer.batch)
+        # The first thing to give up is what is in flight because neighbours are out of step.
+        lean = max(peaks) > allowed and self._can_be_lean(plan)
+        if lean:
+            plan = Plan(plan.stages, OPlan(lean=True))
             peaks = self.peaks(plan, pricer.batch)
+        for _ in range(_ATTEMPTS):
             over = [max(peaks[d] for d in group) - allowed for group in devices]
             first = first or over
             missing = max(0.0, *first)
@@ -136,11 +143,17 @@ class Fitter:
                 if math.isinf(parts[g].seconds):
                     parts[g] = optimise(tables, groups[g], whole=True)
                     exhausted.add(g)
-            plan = Plan(plan.stages, o_plan(tables, parts))
+            plan = Plan(plan.stages, replace(o_plan(tables, parts), lean=lean))
+            peaks = self.peaks(plan, pricer.batch)
         for g in (g for g, lacks in enumerate(over) if lacks > 0):
             parts[g] = optimise(tables, groups[g], whole=True)
-        plan = Plan(plan.stages, o_plan(tables, parts))
+        plan = Plan(plan.stages, replace(o_plan(tables, parts), lean=lean))
         return self._priced(pricer, plan, parts, missing, self.peaks(plan, pricer.batch))
+
+    def _can_be_lean(self, plan: Plan) -> bool:
+        """Whether a lean plan has fewer forwards in flight."""
+        schedule = self._costs.options.schedule
+        return schedule == ONE_F_ONE_B.name and out_of_step(plan.degrees, 0) > 0
 
     def _as_it_is(self, pricer: Pricer, plan: Plan, missing: float) -> Price:
         """A plan with its own O_plan."""

@@ -357,21 +357,22 @@ def _prefix_rows(rows: Array) -> Array:
     return out
 
 
-def shares(work: Array, tokens: Array, devices: int, granule: int = 1) -> Shares:
+def shares(work: Array, tokens: Array, devices: int, granule: int = 1, depth: int = 1) -> Shares:
     """Deal micro-batches to replicas, for every degree that is a multiple of ``granule``.
 
     Args:
         work: ``[n]`` seconds of each micro-batch through the whole model.
         tokens: ``[n]`` its tokens.
+        depth: micro-batches that may be in flight on one of d replicas, in units of devices / d.
     """
     work = np.ascontiguousarray(work, dtype=np.float64)
     tokens = np.ascontiguousarray(tokens, dtype=np.float64)
     share = np.zeros(devices + 1)
     offset = np.zeros(devices + 2, dtype=np.int64)
-    room = sum(-(-devices // d) + 3 for d in range(granule, devices + 1, granule))
+    room = sum(depth * -(-devices // d) + 3 for d in range(granule, devices + 1, granule))
     top = np.zeros(room)
     used = function("mflex_planner_shares")(
-        work.ctypes.data, tokens.ctypes.data, len(work), devices, granule,
+        work.ctypes.data, tokens.ctypes.data, len(work), devices, granule, depth,
         share.ctypes.data, offset.ctypes.data, top.ctypes.data,
     )  # fmt: skip
     return Shares(share, offset, top[:used])

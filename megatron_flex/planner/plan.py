@@ -4,7 +4,7 @@ A plan has a text form, one field a stage, separated by ``|``: ``0:5@0,1 | 5:9@2
 0 to 4 on devices 0 and 1 (two data-parallel replicas) and units 5 to 8 on device 2. Memory
 optimisation follows after semicolons, ``; recompute 1-3 ; optimizer 5,6 ; activations 4``: the
 units whose activations are recomputed, whose optimizer state lives on the host, and whose saved
-activations travel to the host and back.
+activations travel to the host and back; and ``; lean`` for fewer micro-batches in flight.
 """
 
 from __future__ import annotations
@@ -45,11 +45,14 @@ class OPlan:
         recompute: units whose activations are dropped but for their input, and computed again.
         optimizer: units whose own slab's optimizer state lives on the host between updates.
         activations: units whose saved activations go to the host until their backward.
+        lean: no more forwards in flight than micro-batches that never wait would need, where
+            1F1B's stages have different degrees (``schedule/policies/policy.py``).
     """
 
     recompute: tuple[int, ...] = ()
     optimizer: tuple[int, ...] = ()
     activations: tuple[int, ...] = ()
+    lean: bool = False
 
     def __post_init__(self) -> None:
         for name in ("recompute", "optimizer", "activations"):
@@ -63,33 +66,35 @@ class OPlan:
             )
 
     def __bool__(self) -> bool:
-        return bool(self.recompute or self.optimizer or self.activations)
+        return bool(self.recompute or self.optimizer or self.activations or self.lean)
 
     def __str__(self) -> str:
         """As in a plan's text form, without the leading semicolon; empty for none."""
-        parts = (
+        parts = [
             f"{name} {_ranges(getattr(self, name))}"
             for name in ("recompute", "optimizer", "activations")
             if getattr(self, name)
-        )
-        return " ; ".join(parts)
+        ]
+        return " ; ".join([*parts, "lean"] if self.lean else parts)
 
     @classmethod
     def parse(cls, text: str) -> OPlan:
         """Read the text form."""
         found: dict[str, tuple[int, ...]] = {}
-        for field in filter(None, (f.strip() for f in text.split(";"))):
+        fields = [f.strip() for f in text.split(";")]
+        lean = "lean" in fields
+        for field in (f for f in fields if f and f != "lean"):
             name, _, units = field.partition(" ")
             units = units.replace(" ", "")
             if name not in ("recompute", "optimizer", "activations") or name in found:
                 raise PlanError(
                     f"'{field}' in a plan: expected each of recompute, optimizer, activations at"
-                    " most once, with units, such as 'recompute 1-3,6'"
+                    " most once, with units, such as 'recompute 1-3,6', or 'lean'"
                 )
             if not _UNITS.fullmatch(units):
                 raise PlanError(f"'{field}' in a plan: '{units}' are not units, such as 1-3,6")
             found[name] = _numbers(units)
-        return cls(**found)
+        return cls(**found, lean=lean)
 
 
 @dataclass(frozen=True)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from megatron_flex.planner.build import Batch, ModelCosts
-from megatron_flex.planner.cost import Group, PlanCost, saving_steps
+from megatron_flex.planner.cost import Group, PlanCost, in_flight, saving_steps, work_share
 from megatron_flex.planner.decision import Predicted
 from megatron_flex.planner.native_search import SearchProblem
 from megatron_flex.planner.optimise import GroupOptimisation, o_plan, optimise
@@ -16,7 +16,13 @@ from megatron_flex.planner.plan import OPlan, Plan
 from megatron_flex.planner.plans import groups_of
 from megatron_flex.planner.simulation import Prediction, op_costs, predict
 from megatron_flex.planner.switching import SwitchPrice
+from megatron_flex.planner.tables import Tables, prefix
 from megatron_flex.planner.wave import wave_seconds
+from megatron_flex.schedule.list_scheduler import policy
+from megatron_flex.schedule.placement import Problem
+from megatron_flex.schedule.policies.one_f_one_b import ONE_F_ONE_B, warm_up
+from megatron_flex.schedule.policies.policy import in_flight_cap, out_of_step
+from megatron_flex.schedule.policies.straight import is_even_straight
 from megatron_flex.schedule.routing import route
 
 
@@ -29,6 +35,7 @@ class Price:
         seconds: the iteration by the closed form, memory optimisation included; infinite when the
             plan does not fit even with it.
         before_update: the part of it before the optimizer's update.
+        exposed: the part of that in which no device computes: gradient reductions, the host.
         missing: bytes that the fullest device lacks before memory optimisation.
         shortfall: bytes that it still lacks with all that is allowed.
         parts: what each group does for its memory.
@@ -38,6 +45,7 @@ class Price:
     plan: Plan
     seconds: float
     before_update: float
+    exposed: float
     missing: float
     shortfall: float
     parts: tuple[GroupOptimisation, ...]
@@ -105,22 +113,34 @@ class Pricer:
         return predict(self.costs, price.plan, self.batch, stop=stop)
 
     def refined(self, price: Price) -> float:
-        """A nearer estimate than the closed form, where micro-batches differ in size.
+        """A nearer estimate than the closed form, where the backward is fused (:mod:`wave`).
 
-        The mean of it and the wave (:mod:`wave`) with a fused backward; itself with a split one.
+        The closed form itself with a split backward, and where devices hold several stages.
         """
-        if self.costs.options.split:
+        plan = price.plan
+        if self.costs.options.split or len(plan.devices) < sum(plan.degrees):
             return price.seconds
-        op = op_costs(self.costs, price.plan, self.batch)
-        wave = wave_seconds(op, route(price.plan, op))
+        op = op_costs(self.costs, plan, self.batch)
+        problem = Problem(plan, op, route(plan, op))
+        forwards_first = policy(self.costs.options.schedule).forwards_first
+        ahead = (op.num_micro_batches,) * op.num_stages if forwards_first else warm_up(problem)
         update = price.seconds - price.before_update
-        return 0.5 * (price.before_update + max(wave, price.before_update)) + update
+        wave = wave_seconds(op, problem.route, ahead, is_even_straight(plan))
+        return wave + price.exposed + update
 
     def _price(self, plan: Plan) -> Price:
         problem = self.problem_of(plan)
         tables = problem.tables
         groups = groups_of(tables, plan)
         cost = problem.price(groups)
+        budget = self.costs.budget
+        ahead = self._ahead(plan, groups)
+        lean = any(
+            more and c.bytes + more > budget for c, more in zip(cost.groups, ahead, strict=True)
+        )
+        if not lean:
+            more = (replace(c, bytes=c.bytes + a) for c, a in zip(cost.groups, ahead, strict=True))
+            cost = replace(cost, groups=tuple(more))
         missing = max(c.missing for c in cost.groups)
         if missing <= 0:
             parts = (GroupOptimisation(),) * len(groups)
@@ -132,21 +152,42 @@ class Pricer:
         before_update = _before_update(cost, parts)
         seconds = before_update + max(c.update for c in cost.groups)
         shortfall = 0.0
-        optimisation: OPlan | None = None
+        optimisation = OPlan(lean=lean)
         if math.isfinite(seconds):
-            optimisation = o_plan(tables, parts)
+            optimisation = replace(o_plan(tables, parts), lean=lean)
         else:
             shortfall = self._shortfall(plan)
         size = self.device_bytes(groups, cost, parts)
         return Price(
-            Plan(plan.stages, optimisation or OPlan()),
+            Plan(plan.stages, optimisation),
             seconds,
             before_update,
+            _exposed(tables, groups, cost, parts),
             missing,
             shortfall,
             parts,
             size,
         )
+
+    def _ahead(self, plan: Plan, groups: Sequence[Group]) -> list[float]:
+        """Bytes on each device of a group of the forwards in flight that a lean plan leaves out."""
+        if self.costs.options.schedule != ONE_F_ONE_B.name:
+            return [0.0] * len(groups)
+        tables, degrees = self.problem_of(plan).tables, plan.degrees
+        stage = {s.start: number for number, s in enumerate(plan.stages)}
+        found = []
+        for group in groups:
+            size = 0.0
+            for begin, end in group.chunks:
+                number = stage[begin]
+                late, degree = out_of_step(degrees, number), degrees[number]
+                if late:
+                    cap = in_flight_cap(work_share(tables, begin), tables.num_devices, degree, late)
+                    tokens = tables.shares.top_tokens(degree, cap)
+                    tokens -= tables.shares.top_tokens(degree, in_flight(tables, begin, degree))
+                    size += tokens * float(tables.activation[begin:end].sum())
+            found.append(size)
+        return found
 
     def device_bytes(
         self, groups: tuple[Group, ...], cost: PlanCost, parts: tuple[GroupOptimisation, ...]
@@ -191,6 +232,7 @@ def price_with(
         plan,
         before_update + max(c.update for c in cost.groups),
         before_update,
+        _exposed(pricer.problem.tables, groups, cost, tuple(parts)),
         missing,
         0.0,
         tuple(parts),
@@ -204,3 +246,14 @@ def _before_update(cost: PlanCost, parts: tuple[GroupOptimisation, ...]) -> floa
         c.wait + c.work + c.tail + part.seconds for c, part in zip(cost.groups, parts, strict=True)
     )
     return max(worst, cost.chain)
+
+
+def _exposed(
+    t: Tables, groups: Sequence[Group], cost: PlanCost, parts: tuple[GroupOptimisation, ...]
+) -> float:
+    """Seconds that gradient reductions and the host add to computing, in the slowest group."""
+    drained = prefix(t.first_backward)
+    return max(
+        c.tail - (0.0 if t.split else float(drained[g.chunks[0][0]])) + part.swap_seconds
+        for g, c, part in zip(groups, cost.groups, parts, strict=True)
+    )

@@ -117,7 +117,7 @@ class _Pass:
         self.start, self.finish = [0.0] * len(self.duration), [0.0] * len(self.duration)
         self.order: list[list[int]] = [[] for _ in range(D)]
         self.sequence: list[int] = []
-        self.idle = [True] * D
+        self.idle, self.after_backward = [True] * D, [False] * D
         self.link_free: dict[tuple[int, int], float] = {}
         #: (time, operation): a finish, or, with the operation negated less one, an arrival.
         self.events: list[tuple[float, int]] = []
@@ -198,7 +198,10 @@ class _Pass:
         lender, used = self.lender, self.used[device]
         hold = self.policy.forwards_first and self.train and self.forwards_left[device] > 0
         starved = False
-        for kind, stage, heap in self.queues[device]:
+        queues = self.queues[device]
+        if self.policy.alternate and self.after_backward[device]:
+            queues = [queue for queue in queues if queue[0] == FORWARD] + queues
+        for kind, stage, heap in queues:
             if not heap:
                 continue
             micro_batch = self.turn[heap[0]]
@@ -223,6 +226,7 @@ class _Pass:
         self.order[device].append(code)
         self.sequence.append(code)
         self.idle[device] = False
+        self.after_backward[device] = kind != FORWARD
         self.work_left[device] -= seconds
         if kind == FORWARD and self.train:
             self.forwards_left[device] -= 1

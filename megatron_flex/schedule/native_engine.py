@@ -21,7 +21,17 @@ from megatron_flex.schedule.placement import Placement, Problem
 from megatron_flex.schedule.policies.policy import Limits, Orders, Policy
 
 _LONG, _DOUBLE, _POINTER = ctypes.c_int64, ctypes.c_double, ctypes.c_void_p
-_INTEGERS = ["stages", "batches", "devices", "kinds", "split", "train", "forwards_first", "lender"]
+_INTEGERS = [
+    "stages",
+    "batches",
+    "devices",
+    "kinds",
+    "split",
+    "train",
+    "forwards_first",
+    "alternate",
+    "lender",
+]
 _ARRAYS = [
     "duration",
     "transfer",
@@ -128,6 +138,7 @@ class NativePass:
             split=problem.split,
             train=not problem.forward_only,
             forwards_first=policy.forwards_first if policy else 0,
+            alternate=policy.alternate if policy else 0,
             lender=Lend.NOBODY,
             tolerance=problem.tolerance,
             stop=math.inf,

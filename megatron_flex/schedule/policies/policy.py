@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from megatron_flex.schedule.placement import OpKind, Problem
 
@@ -52,6 +53,7 @@ class Policy:
         rank: ``rank(problem, device)`` orders the device's queues.
         limits: ``limits(problem)``.
         forwards_first: a device begins its first backward only after its last forward.
+        alternate: after a backward a device looks at its forwards first.
         order: ``order(problem, turn)`` gives the textbook order where the plan is of the
             textbook's shape, else ``None``, and the rule decides.
     """
@@ -61,6 +63,7 @@ class Policy:
     rank: Callable[[Problem, int], Ranking]
     limits: Callable[[Problem], Limits]
     forwards_first: bool = False
+    alternate: bool = False
     order: Callable[[Problem, Sequence[int]], Orders | None] = _no_order
 
 
@@ -77,22 +80,46 @@ def forward_first(problem: Problem, device: int) -> Ranking:
     return tuple((kind, s) for kind in OpKind for s in stages)
 
 
-def in_flight_caps(problem: Problem) -> tuple[int, ...]:
-    """Forwards in flight on one replica of each stage that keep the pipeline full.
+def in_flight_cap(share: float, devices: int, degree: int, out_of_step: int = 0) -> int:
+    """Forwards in flight on one replica of a stage that keep the pipeline full.
 
-    ``K_s = ceil(work from stage s to the end / total * devices in use / replicas of s)``: one
-    replica's share of the micro-batches that are under way between its forward and its backward.
-    It is ``stages - s`` where stages and degrees are even. (The plain ``stages - s`` is up to
-    1.6 times slower for uneven data-parallel degrees.)
+    ``K = ceil((share * devices + out_of_step) / degree)``. At full speed all devices together begin
+    one micro-batch a beat, and one that never waits is under way for ``share * devices`` beats.
+    With ``out_of_step`` 0 it is ``stages - s`` for stage s where stages and degrees are even. (That
+    number itself is up to 1.6 times slower for uneven data-parallel degrees.)
+
+    Args:
+        share: work from the stage to the end, as a part of all work.
+        devices: devices in use.
+        degree: replicas of the stage.
+        out_of_step: beats that a micro-batch may wait, see :func:`out_of_step`.
     """
+    # The small number keeps an exact integer from being rounded up.
+    return max(1, math.ceil((share * devices + out_of_step) / degree - 1e-9))
+
+
+def out_of_step(degrees: Sequence[int], stage: int) -> int:
+    """Beats that a micro-batch may wait between its forward on a stage and its backward there.
+
+    One of d replicas takes a micro-batch every d beats. Where neighbouring stages have as many
+    replicas, their rhythms lock and nothing waits; else a micro-batch may reach a replica just
+    after that has begun another one: up to one period of the slower side, ``max(d, d')`` beats at
+    each such boundary.
+    """
+    behind = degrees[stage:]
+    return sum(max(a, b) for a, b in pairwise(behind) if a != b)
+
+
+def in_flight_caps(problem: Problem) -> tuple[int, ...]:
+    """:func:`in_flight_cap` of every stage; a lean plan lets nothing wait."""
     plan = problem.plan
     work = [sum(problem.costs.stage_work(s)) for s in range(len(plan.stages))]
     total = sum(work)
     caps = []
-    for number, stage in enumerate(plan.stages):
+    for number, degree in enumerate(plan.degrees):
         share = sum(work[number:]) / total if total > 0 else 1.0
-        # The small number keeps an exact integer from being rounded up.
-        caps.append(max(1, math.ceil(share * len(plan.devices) / len(stage.group) - 1e-9)))
+        late = 0 if plan.o_plan.lean else out_of_step(plan.degrees, number)
+        caps.append(in_flight_cap(share, len(plan.devices), degree, late))
     return tuple(caps)
 
 

@@ -22,7 +22,7 @@ def plans(draw: st.DrawFn) -> Plan:
     units = st.lists(st.integers(0, begin - 1), unique=True).map(sorted).map(tuple)
     recompute = draw(units)
     activations = tuple(u for u in draw(units) if u not in recompute)
-    return Plan(tuple(stages), OPlan(recompute, draw(units), activations))
+    return Plan(tuple(stages), OPlan(recompute, draw(units), activations, draw(st.booleans())))
 
 
 @given(plans())
@@ -35,6 +35,7 @@ def test_the_text_form_is_as_documented() -> None:
     assert plan.o_plan == OPlan(recompute=(1, 2, 3, 6), activations=(4,))
     assert str(plan) == "0:5@0,1 | 5:9@2 ; recompute 1-3,6 ; activations 4"
     assert plan != Plan(plan.stages)
+    assert str(Plan.parse("0:5@0-1;lean ; optimizer 3")) == "0:5@0,1 ; optimizer 3 ; lean"
     assert plan.stages == Plan(plan.stages).stages
 
 

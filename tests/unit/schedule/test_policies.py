@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from itertools import accumulate, pairwise
+
 import pytest
 
 from megatron_flex.planner.plan import Plan, Stage
 from megatron_flex.schedule.costs import OpCosts
 from megatron_flex.schedule.list_scheduler import policy, simulate
 from megatron_flex.schedule.placement import OpKind, Placement
+from megatron_flex.schedule.policies.policy import in_flight_cap, out_of_step
 
 SIZES = [(4, 8), (8, 16), (8, 32)]
 
@@ -132,4 +136,33 @@ def test_1f1b_on_uneven_degrees_holds_what_keeps_the_pipeline_full() -> None:
     # Device 2 has twice the work of the others: it must never wait once it has begun.
     order = placed.order[2]
     assert placed.finish[order[-1]] - placed.start[order[0]] == 12 * 6
-    assert placed.peak[0] <= 2 * 2
+    # A micro-batch that is out of step waits for up to two more: ceil((3 + 2) / 2) in flight.
+    assert placed.peak[0] == 2 * 3
+    lean = simulate(Plan.parse(f"{plan} ; lean"), costs, policy("1f1b"))
+    assert lean.peak[0] == 2 * 2
+    assert lean.makespan >= placed.makespan
+
+
+@pytest.mark.parametrize("degrees", [(1, 5), (5, 1), (2, 3), (3, 1, 2)])
+def test_1f1b_on_uneven_degrees_keeps_the_slowest_stage_busy(degrees: tuple[int, ...]) -> None:
+    # Every device has 60 slots of work; filling and draining takes less than one pass there and
+    # back for each replica.
+    ends = [0, *accumulate(degrees)]
+    stages = (Stage(i, i + 1, tuple(range(a, b))) for i, (a, b) in enumerate(pairwise(ends)))
+    costs = OpCosts.scaled(list(degrees), [1] * 60)
+    placed = simulate(Plan(tuple(stages)), costs, policy("1f1b"))
+    assert placed.makespan <= 60 * 3 + 3 * sum(degrees)
+    backward_first = replace(policy("1f1b"), alternate=False)
+    assert (
+        placed.makespan
+        <= simulate(Plan(placed.problem.plan.stages), costs, backward_first).makespan
+    )
+
+
+def test_what_waits_out_of_step_is_counted_at_boundaries_of_other_degrees_only() -> None:
+    assert out_of_step((4, 4, 4), 0) == 0
+    assert out_of_step((1, 5), 0) == out_of_step((5, 1), 0) == 5
+    assert [out_of_step((2, 2, 3, 1), stage) for stage in range(4)] == [6, 6, 3, 0]
+    assert in_flight_cap(0.5, 8, 2) == 2
+    assert in_flight_cap(0.5, 8, 2, 3) == 4
+    assert in_flight_cap(0.0, 8, 2) == 1
