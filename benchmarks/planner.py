@@ -37,7 +37,7 @@ from megatron_flex.data.global_batch import GlobalBatch
 from megatron_flex.data.microbatches import CostCoefficients, cut_by_tokens
 from megatron_flex.data.mock import mixture_lengths
 from megatron_flex.model.config import ModelConfig
-from megatron_flex.planner.build import Batch, ModelCosts
+from megatron_flex.planner.build import Batch
 from megatron_flex.planner.candidates import Finder
 from megatron_flex.planner.closed_form import closed_form_profile
 from megatron_flex.planner.decision import Action
@@ -105,11 +105,14 @@ def speed_of(name: str, repeats: int, samples: int, budget: int) -> dict[str, fl
     def next_batch() -> int:
         return next(turn) % len(batches)
 
+    def new_batch() -> Batch:
+        return replace(batches[next_batch()])  # nothing is known of it
+
     hbsa = Hbsa(planner_for(config, cluster, planner="hbsa", unit="layer"))
     stages = min(8, PAPER_DEVICES[name])
     search = timed(lambda: problems[next_batch()].search(), repeats)
-    tables = timed(lambda: SearchProblem(costs.tables(batches[next_batch()])), repeats)
-    decision = timed(lambda: planner.decide([batches[next_batch()]], running), repeats)
+    tables = timed(lambda: SearchProblem(costs.tables(new_batch())), repeats)
+    decision = timed(lambda: planner.decide([new_batch()], running), repeats)
     bounded = timed(lambda: hbsa.layers.search(batches[next_batch()], stages, True), repeats)
     free = timed(lambda: hbsa.layers.search(batches[next_batch()], stages, False), repeats)
     return {
@@ -125,13 +128,16 @@ def speed_of(name: str, repeats: int, samples: int, budget: int) -> dict[str, fl
 
 
 def large(devices: int, config: ModelConfig, granule: int, repeats: int) -> dict[str, float]:
-    """The search on many servers of eight, with groups of whole servers (or any: ``granule`` 1)."""
+    """The search on many servers of eight, with groups of whole servers (or any: ``granule`` 1).
+
+    The decision is for a start: without a current plan and without simulations.
+    """
     servers = max(1, devices // 8)
     cluster = replace(load("h200"), servers=servers, devices_per_server=min(8, devices))
-    costs = ModelCosts(
-        config, closed_form_profile(config, cluster), cluster,
-        PlannerOptions(schedule="zb", split=True), tuple(range(cluster.world_size)),
-    )  # fmt: skip
+    planner = planner_for(
+        config, cluster, simulations=0, server_groups_above=devices if granule == 1 else 0
+    )
+    costs = planner.units
     # So many micro-batches that work, not the slowest one alone, sets the time.
     r = np.random.default_rng(1)
     tokens = np.rint(4096 * np.exp(0.3 * r.standard_normal(4 * devices)))
@@ -140,12 +146,15 @@ def large(devices: int, config: ModelConfig, granule: int, repeats: int) -> dict
     problem = SearchProblem(costs.tables(batch, granule=granule), granule=granule)
     found = problem.search()
     assert found is not None
+    tables = timed(lambda: costs.tables(replace(batch), granule=granule), repeats)
+    decision = timed(lambda: planner.decide([replace(batch)], None), repeats)
     return {
         "devices": devices,
         "units": costs.num_elements,
         "micro_batches": len(batch.tokens),
         "search": timed(problem.search, repeats).median,
-        "tables": timed(lambda: costs.tables(batch, granule=granule), repeats).median,
+        "tables": tables.median,
+        "decision": decision.median,
         "seconds": found.seconds,
     }
 
@@ -195,12 +204,12 @@ def show_speed(rows: dict[str, dict[str, float]]) -> None:
 
 def show_large(rows: Sequence[dict[str, float]]) -> None:
     """Large jobs."""
-    print("| devices | units | micro-batches | search | tables |")
-    print("|---|---|---|---|---|")
+    print("| devices | units | micro-batches | search | tables | whole decision |")
+    print("|---|---|---|---|---|---|")
     for r in rows:
         print(
             f"| {r['devices']} | {r['units']} | {r['micro_batches']} | {r['search']:.1f} ms |"
-            f" {r['tables']:.1f} ms |"
+            f" {r['tables']:.1f} ms | {r['decision']:.1f} ms |"
         )
 
 

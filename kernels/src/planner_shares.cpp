@@ -62,6 +62,61 @@ void insert(double* values, int64_t size, int64_t most, double value) {
   values[at] = value;
 }
 
+// The micro-batches of one degree.
+class Dealing {
+ public:
+  Dealing(int64_t parts, int64_t entries)
+      : parts_(parts),
+        entries_(entries),
+        load_(parts, 0.0),
+        held_(parts, 0),
+        largest_(parts * entries, 0.0),
+        least_(parts) {}
+
+  // The i-th largest micro-batch goes to the least loaded replica. The first ones find empty
+  // replicas, in turn.
+  void take(int64_t i, double work, double tokens) {
+    const int64_t part = i < parts_ ? i : least_.least();
+    insert(&largest_[part * entries_], held_[part]++, entries_, tokens);
+    load_[part] += work;
+    const Key key = key_of(load_[part], held_[part], part);
+    if (i >= parts_) {
+      least_.change(part, key);
+      return;
+    }
+    least_.place(part, key);
+    if (i + 1 == parts_) least_.play_all();
+  }
+
+  double busiest() const { return *std::max_element(load_.begin(), load_.end()); }
+
+  // row[k], for k = 0 .. entries: the most tokens in k micro-batches of one replica.
+  void most_tokens(double* row) const {
+    std::fill(row, row + entries_ + 1, 0.0);
+    for (int64_t part = 0; part < parts_; ++part) {
+      double sum = 0.0;
+      for (int64_t k = 1; k <= entries_; ++k) {
+        sum += largest_[part * entries_ + k - 1];
+        row[k] = std::max(row[k], sum);
+      }
+    }
+  }
+
+  int64_t parts() const { return parts_; }
+  int64_t entries() const { return entries_; }
+
+ private:
+  int64_t parts_, entries_;
+  std::vector<double> load_;
+  std::vector<int64_t> held_;
+  std::vector<double> largest_;  // [replica][entries], descending
+  Tournament least_;
+};
+
+// Degrees that are dealt side by side: each step waits for the one before it of the same degree,
+// so that a processor can work on several.
+constexpr int64_t kTogether = 4;
+
 }  // namespace
 
 // For each degree d that is a multiple of `granule`, up to `devices`:
@@ -77,48 +132,32 @@ MFLEX_API int64_t mflex_planner_shares(const double* work, const double* tokens,
   std::stable_sort(order.begin(), order.end(),
                    [&](int64_t a, int64_t b) { return work[a] > work[b]; });
   const double total = std::accumulate(work, work + count, 0.0);
-  std::vector<double> load;
-  std::vector<int64_t> held;
-  std::vector<double> largest;  // [replica][entries], descending
   int64_t used = 0;
   share[0] = 0.0;
+  std::fill(share + 1, share + devices + 1, 1.0);
   offset[0] = 0;
-  for (int64_t degree = 1; degree <= devices; ++degree) {
-    offset[degree] = used;
-    share[degree] = 1.0;
-    if (degree % granule != 0) continue;
-    const int64_t parts = std::min(degree, count);
-    const int64_t entries = std::min(count, depth * ((devices + degree - 1) / degree) + 2);
-    load.assign(parts, 0.0);
-    held.assign(parts, 0);
-    largest.assign(parts * entries, 0.0);
-    Tournament least(parts);
+  std::vector<Dealing> dealings;
+  int64_t next = 1;  // the first degree without an offset
+  for (int64_t first = granule; first <= devices; first += kTogether * granule) {
+    const int64_t last = std::min(devices, first + (kTogether - 1) * granule);
+    dealings.clear();
+    for (int64_t degree = first; degree <= last; degree += granule) {
+      const int64_t entries = depth * ((devices + degree - 1) / degree) + 2;
+      dealings.emplace_back(std::min(degree, count), std::min(count, entries));
+    }
     for (int64_t i = 0; i < count; ++i) {
-      // The first ones find empty replicas, in turn.
-      const int64_t m = order[i], part = i < parts ? i : least.least();
-      insert(&largest[part * entries], held[part]++, entries, tokens[m]);
-      load[part] += work[m];
-      const Key key = key_of(load[part], held[part], part);
-      if (i >= parts) {
-        least.change(part, key);
-        continue;
-      }
-      least.place(part, key);
-      if (i + 1 == parts) least.play_all();
+      for (Dealing& dealing : dealings) dealing.take(i, work[order[i]], tokens[order[i]]);
     }
-    const double busiest = *std::max_element(load.begin(), load.end());
-    share[degree] = total > 0.0 ? busiest / total : 1.0 / static_cast<double>(parts);
-    double* row = top + used;
-    std::fill(row, row + entries + 1, 0.0);
-    for (int64_t part = 0; part < parts; ++part) {
-      double sum = 0.0;
-      for (int64_t k = 1; k <= entries; ++k) {
-        sum += largest[part * entries + k - 1];
-        row[k] = std::max(row[k], sum);
-      }
+    int64_t degree = first;
+    for (const Dealing& dealing : dealings) {
+      share[degree] =
+          total > 0.0 ? dealing.busiest() / total : 1.0 / static_cast<double>(dealing.parts());
+      dealing.most_tokens(top + used);
+      while (next <= degree) offset[next++] = used;
+      used += dealing.entries() + 1;
+      degree += granule;
     }
-    used += entries + 1;
   }
-  offset[devices + 1] = used;
+  while (next <= devices + 1) offset[next++] = used;
   return used;
 }

@@ -122,13 +122,7 @@ class PlanCost:
 
 def in_flight(t: Tables, element: int, degree: int) -> int:
     """K: forwards in flight on a replica of the stage that begins at ``element``."""
-    return in_flight_cap(work_share(t, element), t.num_devices, degree) + (1 if t.split else 0)
-
-
-def work_share(t: Tables, element: int) -> float:
-    """Work from ``element`` to the end, as a part of all work."""
-    total = float(t.work.sum())
-    return float(t.work[element:].sum()) / total if total > 0 else 1.0
+    return in_flight_cap(t.remaining[element], t.num_devices, degree) + (1 if t.split else 0)
 
 
 def plan_cost(t: Tables, groups: Sequence[Group]) -> PlanCost:

@@ -180,8 +180,6 @@ class SearchProblem:
         counts = np.zeros((2, len(t.kinds), elements))
         counts[np.where(taken_front, 0, 1), t.kind[order], np.arange(elements)] = 1.0
         activation = t.activation[order]
-        total = float(t.work.sum())
-        remaining = total - prefix(t.work)
         both = prefix(t.first_forward + t.first_backward)
         a = t.arrivals
         arrays: dict[str, Array | IntArray] = {
@@ -201,7 +199,7 @@ class SearchProblem:
             "first_forward": prefix(t.first_forward),
             "drain": prefix(t.first_backward * (0.0 if t.split else 1.0)),
             "round_trip": np.zeros(elements + 1) if t.split else both[-1] - both,
-            "remaining": remaining / total if total > 0 else np.ones(elements + 1),
+            "remaining": t.remaining,
             "front": self.front,
             "back": self.back.astype(np.int64),
             "kind_forward": np.array([k.forward for k in t.kinds]),

@@ -8,10 +8,10 @@ point, then what is not needed is taken back: at most one element above the rela
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from megatron_flex.planner.cost import Group, group_cost, savings
+from megatron_flex.planner.cost import Group, Savings, group_cost, savings
 from megatron_flex.planner.plan import OPlan
 from megatron_flex.planner.tables import Tables
 
@@ -72,12 +72,22 @@ def optimise(
         missing = group_cost(t, group).missing
     if missing <= 0 and not whole:
         return GroupOptimisation()
-    steps = _steps(t, group)
+    can = _savings(t, group)
+    steps = _steps(can)
     chosen = list(range(len(steps))) if whole else _choose(steps, missing)
     if chosen is None:
         return GroupOptimisation(missing=missing, recompute_seconds=math.inf)
     taken = {(steps[i].element, steps[i].action) for i in chosen}
-    return _summary(t, group, taken, steps, 0.0 if whole else missing)
+    return _summary(can, taken, steps, 0.0 if whole else missing)
+
+
+def _savings(t: Tables, group: Group) -> dict[int, Savings]:
+    """What can be done with each element of a group, in order."""
+    return {
+        element: savings(t, begin, element, len(group.of_chunk(number)))
+        for number, (begin, end) in enumerate(group.chunks)
+        for element in range(begin, end)
+    }
 
 
 def optimised(t: Tables, group: Group, o: OPlan) -> GroupOptimisation:
@@ -89,42 +99,39 @@ def optimised(t: Tables, group: Group, o: OPlan) -> GroupOptimisation:
         for unit in getattr(o, action)
         if unit in element
     }
-    return _summary(t, group, taken, (), 0.0)
+    return _summary(_savings(t, group), taken, (), 0.0)
 
 
-def _steps(t: Tables, group: Group) -> list[Step]:
+def _steps(possible: Mapping[int, Savings]) -> list[Step]:
     """All steps, cheapest bytes first; a step that replaces another comes after it."""
     steps: list[Step] = []
-    for number, (begin, end) in enumerate(group.chunks):
-        degree = len(group.of_chunk(number))
-        for element in range(begin, end):
-            can = savings(t, begin, element, degree)
-            if can.optimizer is not None:
-                steps.append(Step(element, "optimizer", *can.optimizer))
-            either = [
-                (action, value)
-                for action, value in (
-                    ("recompute", can.recompute),
-                    ("activations", can.activations),
-                )
-                if value is not None and value[0] > 0
-            ]
-            either.sort(key=lambda e: (e[1][0], -e[1][1]))
-            if len(either) == 2:
-                (_, (b0, s0)), (_, (b1, s1)) = either
-                if s1 <= s0:
-                    del either[0]  # more bytes for no more time
-                elif b1 <= b0:
-                    del either[1]
-                elif s0 * b1 >= s1 * b0:
-                    del either[0]  # above the line to the other: never the cheaper choice
-            if either:
-                action, (size, seconds) = either[0]
-                steps.append(Step(element, action, size, seconds))
-            if len(either) == 2:
-                action, (more, longer) = either[1]
-                before = len(steps) - 1
-                steps.append(Step(element, action, more - size, longer - seconds, before))
+    for element, can in possible.items():
+        if can.optimizer is not None:
+            steps.append(Step(element, "optimizer", *can.optimizer))
+        either = [
+            (action, value)
+            for action, value in (
+                ("recompute", can.recompute),
+                ("activations", can.activations),
+            )
+            if value is not None and value[0] > 0
+        ]
+        either.sort(key=lambda e: (e[1][0], -e[1][1]))
+        if len(either) == 2:
+            (_, (b0, s0)), (_, (b1, s1)) = either
+            if s1 <= s0:
+                del either[0]  # more bytes for no more time
+            elif b1 <= b0:
+                del either[1]
+            elif s0 * b1 >= s1 * b0:
+                del either[0]  # above the line to the other: never the cheaper choice
+        if either:
+            action, (size, seconds) = either[0]
+            steps.append(Step(element, action, size, seconds))
+        if len(either) == 2:
+            action, (more, longer) = either[1]
+            before = len(steps) - 1
+            steps.append(Step(element, action, more - size, longer - seconds, before))
     order = sorted(
         (i for i in range(len(steps)) if steps[i].size > 0),
         key=lambda i: (steps[i].seconds / steps[i].size, i),
@@ -167,8 +174,7 @@ def _choose(steps: Sequence[Step], missing: float) -> list[int] | None:
 
 
 def _summary(
-    t: Tables,
-    group: Group,
+    possible: Mapping[int, Savings],
     taken: set[tuple[int, str]],
     steps: Sequence[Step],
     missing: float,
@@ -182,18 +188,15 @@ def _summary(
         for action in ("recompute", "optimizer", "activations")
     }
     sums = dict.fromkeys(elements, (0.0, 0.0))
-    for number, (begin, end) in enumerate(group.chunks):
-        degree = len(group.of_chunk(number))
-        for element in range(begin, end):
-            can = savings(t, begin, element, degree)
-            for action, value in (
-                ("recompute", can.recompute),
-                ("optimizer", can.optimizer),
-                ("activations", can.activations),
-            ):
-                if element in elements[action] and value is not None:
-                    size, seconds = sums[action]
-                    sums[action] = (size + value[0], seconds + value[1])
+    for element, can in possible.items():
+        for action, value in (
+            ("recompute", can.recompute),
+            ("optimizer", can.optimizer),
+            ("activations", can.activations),
+        ):
+            if element in elements[action] and value is not None:
+                size, seconds = sums[action]
+                sums[action] = (size + value[0], seconds + value[1])
     return GroupOptimisation(
         **elements,
         recomputed=sums["recompute"][0],

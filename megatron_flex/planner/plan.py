@@ -166,9 +166,13 @@ class Plan:
                 f" workers (0 to {num_devices - 1})"
             )
 
-    def __str__(self) -> str:
+    @cached_property
+    def _text(self) -> str:
         stages = " | ".join(map(str, self.stages))
         return f"{stages} ; {self.o_plan}" if self.o_plan else stages
+
+    def __str__(self) -> str:
+        return self._text
 
     @classmethod
     def parse(cls, text: str) -> Plan:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from megatron_flex.planner.build import Batch, ModelCosts
-from megatron_flex.planner.cost import Group, PlanCost, in_flight, saving_steps, work_share
+from megatron_flex.planner.cost import Group, PlanCost, in_flight, saving_steps
 from megatron_flex.planner.decision import Predicted
 from megatron_flex.planner.native_search import SearchProblem
 from megatron_flex.planner.optimise import GroupOptimisation, o_plan, optimise
@@ -146,7 +146,7 @@ class Pricer:
             parts = (GroupOptimisation(),) * len(groups)
         else:
             parts = tuple(
-                optimise(tables, g) if c.missing > 0 else GroupOptimisation()
+                optimise(tables, g, c.missing) if c.missing > 0 else GroupOptimisation()
                 for g, c in zip(groups, cost.groups, strict=True)
             )
         before_update = _before_update(cost, parts)
@@ -182,7 +182,7 @@ class Pricer:
                 number = stage[begin]
                 late, degree = out_of_step(degrees, number), degrees[number]
                 if late:
-                    cap = in_flight_cap(work_share(tables, begin), tables.num_devices, degree, late)
+                    cap = in_flight_cap(tables.remaining[begin], tables.num_devices, degree, late)
                     tokens = tables.shares.top_tokens(degree, cap)
                     tokens -= tables.shares.top_tokens(degree, in_flight(tables, begin, degree))
                     size += tokens * float(tables.activation[begin:end].sum())

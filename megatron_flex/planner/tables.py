@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -186,10 +187,18 @@ class Tables:
         """Number of slots."""
         return len(self.devices)
 
-    @property
+    @cached_property
     def activation(self) -> Array:
         """Bytes that a forward leaves, a token."""
         return np.array([k.activation for k in self.kinds])[self.kind]
+
+    @cached_property
+    def remaining(self) -> Array:
+        """``[elements + 1]`` work from an element to the end, as a part of all work."""
+        total = float(self.work.sum())
+        if total <= 0:
+            return np.ones(self.num_elements + 1)
+        return (total - prefix(self.work)) / total
 
 
 def prefix(values: Sequence[float] | Array) -> Array:

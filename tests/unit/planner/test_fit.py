@@ -13,7 +13,8 @@ from megatron_flex.planner.decision import Infeasible
 from megatron_flex.planner.fit import MARGIN, UNTAKEN
 from megatron_flex.planner.plan import OPlan, Plan
 from megatron_flex.planner.planner import Planner
-from tests.unit.planner.instances_real import drawn_batch, small_model, small_planner
+from megatron_flex.planner.pricing import Price
+from tests.unit.planner.instances_real import drawn_batch, even_batch, small_model, small_planner
 
 LAYOUT = Plan.parse("0:7@0 | 7:14@1")
 
@@ -100,3 +101,56 @@ def test_decisions_keep_to_the_budget_by_program() -> None:
     decision = p.decide([batch], None)
     assert p.fitter is not None
     assert max(p.fitter.peaks(decision.plan, batch)) <= p.units.budget
+
+
+UNEVEN = Plan.parse("0:5@0 | 5:14@1-3")
+
+
+def uneven_planner(**options: Any) -> Planner:
+    given = {"schedule": "1f1b", "split": False, "exact_memory": True, **options}
+    return small_planner(4, config=small_model(6), **given)
+
+
+def test_room_for_what_is_out_of_step_is_given_up_first() -> None:
+    batch = even_batch(24, 1024)
+
+    def planned(budget: float, exact: bool) -> Price:
+        p = uneven_planner(budget=int(budget), exact_memory=exact)
+        finder = p.finder([batch])
+        candidate = finder.best_of(UNEVEN, None, "given")
+        return p.fitted(finder, candidate).price
+
+    lean = Plan(UNEVEN.stages, OPlan(lean=True))
+    fitter = uneven_planner().fitter
+    assert fitter is not None
+    messages = UNTAKEN * fitter._footprint.boundary * 1024.0
+    for exact in (True, False):
+        if exact:
+            much, little = (
+                (max(fitter.peaks(p, batch)) + messages) / (1 - MARGIN) for p in (UNEVEN, lean)
+            )
+        else:
+            much = max(planned(80e9, False).device_bytes)
+            little = max(planned(0.99 * much, False).device_bytes)
+        assert little < 0.99 * much
+        roomy, tight, tighter = (
+            planned(b, exact) for b in (1.001 * much, 0.999 * much, 0.99 * little)
+        )
+        assert roomy.plan.o_plan == OPlan()
+        assert tight.plan == lean
+        assert tight.missing <= 0
+        assert max(tight.device_bytes) <= 1.001 * little
+        assert tighter.plan.o_plan.lean
+        assert tighter.plan.o_plan != OPlan(lean=True)
+        assert tighter.fits
+
+
+def test_the_bound_is_above_the_program_on_uneven_degrees() -> None:
+    for seed in range(3):
+        batch = drawn_batch(seed, samples=64)
+        p = uneven_planner()
+        finder = p.finder([batch])
+        price = finder.best_of(UNEVEN, None, "given").price
+        assert p.fitter is not None
+        for known, peak in zip(price.device_bytes, p.fitter.peaks(price.plan, batch), strict=True):
+            assert peak <= known
