@@ -103,7 +103,7 @@ def test_decisions_keep_to_the_budget_by_program() -> None:
     assert max(p.fitter.peaks(decision.plan, batch)) <= p.units.budget
 
 
-UNEVEN = Plan.parse("0:5@0 | 5:14@1-3")
+UNEVEN = Plan.parse("0:7@0 | 7:14@1-3")
 
 
 def uneven_planner(**options: Any) -> Planner:
@@ -112,7 +112,7 @@ def uneven_planner(**options: Any) -> Planner:
 
 
 def test_room_for_what_is_out_of_step_is_given_up_first() -> None:
-    batch = even_batch(24, 1024)
+    batch = even_batch(24, 2048)
 
     def planned(budget: float, exact: bool) -> Price:
         p = uneven_planner(budget=int(budget), exact_memory=exact)
@@ -123,7 +123,7 @@ def test_room_for_what_is_out_of_step_is_given_up_first() -> None:
     lean = Plan(UNEVEN.stages, OPlan(lean=True))
     fitter = uneven_planner().fitter
     assert fitter is not None
-    messages = UNTAKEN * fitter._footprint.boundary * 1024.0
+    messages = UNTAKEN * fitter._footprint.boundary * 2048.0
     for exact in (True, False):
         if exact:
             much, little = (

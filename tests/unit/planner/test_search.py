@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 import math
 
 import numpy as np
@@ -133,8 +134,7 @@ def test_the_shortfall_is_the_least_extra_budget(seed: int) -> None:
 
 
 def with_budget(tables: Tables, more: float) -> Tables:
-    changed = dict(vars(tables), budget=tables.budget + more)
-    return Tables(**changed)
+    return replace(tables, budget=tables.budget + more)
 
 
 def test_groups_of_a_granule_only() -> None:
