@@ -77,9 +77,13 @@ class Fitter:
             self._known[key] = self._fit(pricer, Plan(price.plan.stages))
         found = self._known[key]
         same = running is not None and running.stages == found.plan.stages
-        if running is None or not same or running.o_plan in (OPlan(), found.plan.o_plan):
+        if running is None or not same:
             return found
-        kept = self._as_it_is(pricer, running, found.missing)
+        lean = found.plan.o_plan.lean  # nothing moves for it
+        before = replace(running.o_plan, lean=lean)
+        if before in (OPlan(lean=lean), found.plan.o_plan):
+            return found
+        kept = self._as_it_is(pricer, Plan(running.stages, before), found.missing)
         return kept if kept.seconds <= found.seconds * (1.0 + costs.options.margin) else found
 
     def smallest(self, pricer: Pricer, plan: Plan) -> Price:

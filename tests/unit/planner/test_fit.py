@@ -123,7 +123,7 @@ def test_room_for_what_is_out_of_step_is_given_up_first() -> None:
     lean = Plan(UNEVEN.stages, OPlan(lean=True))
     fitter = uneven_planner().fitter
     assert fitter is not None
-    messages = UNTAKEN * fitter._footprint.boundary * 2048.0
+    messages = UNTAKEN * 2 * 1024 * 2048.0
     for exact in (True, False):
         if exact:
             much, little = (
