@@ -83,8 +83,9 @@ class Row:
 class Bench:
     """Where and how long everything runs, and what was found."""
 
-    def __init__(self, device: torch.device, size: int, repeats: int) -> None:
+    def __init__(self, device: torch.device, size: int, repeats: int, iterations: int) -> None:
         self.device, self.size, self.repeats = device, size, repeats
+        self.iterations = iterations
         self.cuda = device.type == "cuda"
         self.rows: list[Row] = []
 
@@ -271,7 +272,7 @@ def attention(bench: Bench) -> None:
     heads, depth = 16, 128
     options = AttentionOptions(0, True, depth**-0.5, 0.0, False)
 
-    def setting(tokens: int) -> tuple[PackedContext, PackedContext, list[Tensor]]:
+    def setting(tokens: int) -> tuple[PackedContext, PackedContext, tuple[Tensor, Tensor, Tensor]]:
         lengths = tuple(mixture(tokens, 1))
         model = ModelConfig(
             num_layers=1, hidden_size=heads * depth, num_attention_heads=heads, vocab_size=8,
@@ -281,12 +282,16 @@ def attention(bench: Bench) -> None:
         batch = PackedBatch(lengths, tuple(range(len(lengths))), (0,) * len(lengths))
         contexts = [PackedContext(batch, model, d) for d in (bench.device, torch.device("cpu"))]
         shape = (tokens, heads, depth)
-        qkv = [torch.randn(shape, device=bench.device, dtype=dtype) for _ in range(3)]
-        return contexts[0], contexts[1], [t.requires_grad_() for t in qkv]
+        q, k, v = (
+            torch.randn(shape, device=bench.device, dtype=dtype, requires_grad=True)
+            for _ in range(3)
+        )
+        return contexts[0], contexts[1], (q, k, v)
 
     context, on_cpu, qkv = setting(512 if not bench.cuda else 4096)
     got = attention_cuda.attend(*qkv, context, options)
-    exact = attention_cpu.attend(*(t.detach().float().cpu() for t in qkv), on_cpu, options)
+    q, k, v = (t.detach().float().cpu() for t in qkv)
+    exact = attention_cpu.attend(q, k, v, on_cpu, options)
     error = float((got.detach().float().cpu() - exact).abs().max())
     assert error < (0.03 if bench.cuda else 1e-4), f"attention differs from the CPU's by {error}"
     context, _, qkv = setting(1024 if not bench.cuda else 32768)
@@ -320,12 +325,12 @@ def attention(bench: Bench) -> None:
         bench.add(table, arm, seconds, 0.0, found["padded to the longest"], note)
 
 
-def training(bench: Bench, iterations: int) -> None:
+def training(bench: Bench) -> None:
     """One to four workers on one GPU over gloo, against one worker on the CPU."""
     flags = shlex.split(
         "--num-layers 4 --hidden-size 256 --num-attention-heads 4 --seq-length 512 --mock-data"
         " --vocab-size 2000 --micro-batch-tokens 1024 --global-batch-size 16 --lr 1e-4"
-        f" --attention-dropout 0 --distributed-backend gloo --train-iters {iterations}"
+        f" --attention-dropout 0 --distributed-backend gloo --train-iters {bench.iterations}"
         " --adam-eps 1e-6"
     )
     plans = {1: "0:10@0", 2: "0:5@0 | 5:10@1", 4: "0:5@0,1 | 5:10@2,3"}
@@ -376,24 +381,28 @@ def main() -> None:
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--mebibytes", type=int, default=1024, help="bytes of each copy")
     parser.add_argument("--repeats", type=int, default=15)
-    parser.add_argument("--iterations", type=int, default=10, help="of each training run")
+    parser.add_argument("--iterations", type=int, default=10, help="of a training run; 0: none")
     parser.add_argument("--out", type=Path, help="the same as JSON")
     arguments = parser.parse_args()
     if arguments.device == "cuda" and not torch.cuda.is_available():
         sys.exit("no GPU here; --device cpu rehearses without one")
-    bench = Bench(torch.device(arguments.device), arguments.mebibytes * MIB, arguments.repeats)
+    bench = Bench(
+        torch.device(arguments.device),
+        arguments.mebibytes * MIB,
+        arguments.repeats,
+        arguments.iterations,
+    )
     about = machine(bench.device)
     print(", ".join(f"{key} {value}" for key, value in about.items()))
     failed = []
-    for part in (segments, elements, link, hand_over, attention):
+    parts: list[Callable[[Bench], None]] = [segments, elements, link, hand_over, attention]
+    if arguments.iterations:
+        parts.append(training)
+    for part in parts:
         try:
             part(bench)
         except Exception as error:  # one part must not cost the others' figures
             failed.append(f"{part.__name__}: {type(error).__name__}: {error}")
-    try:
-        training(bench, arguments.iterations)
-    except Exception as error:
-        failed.append(f"training: {type(error).__name__}: {error}")
     if arguments.out is not None:
         content = {"machine": about, "rows": [asdict(row) for row in bench.rows], "failed": failed}
         partial = arguments.out.with_suffix(".partial")

@@ -2,10 +2,11 @@
 
     python benchmarks/snapshots.py               about 3 minutes
 
-Two workers train the same batch over and over, in rounds of a few iterations. In one round of three
+Two workers train the same batch over and over, in rounds of two iterations. In one round of three
 nothing is kept; in one a version of all weights and optimizer state is written in the background of
-the round's first iteration, as in training; in one the workers wait for it before they go on. The
-extra time of a version is the difference of the rounds' times, in pairs.
+the round's first iteration, as in training; in one the workers wait for the copy before they go on.
+A version in the background costs the difference of the rounds' times, in pairs; one that is waited
+for costs the wait.
 """
 
 from __future__ import annotations
@@ -40,8 +41,8 @@ from megatron_flex.twinlayer.manager import Shape, entry_bytes, start
 from megatron_flex.twinlayer.worker import Member, TwinLayers
 
 ARMS = ("none", "background", "wait")
-ROUND = 3
-"""Iterations of a round: a version is complete after two."""
+ROUND = 2
+"""Iterations of a round: a version is complete then."""
 STEP = StepSize(1e-4, 0.01)
 
 
@@ -77,6 +78,7 @@ def worker(rank: int, meeting: str, arguments: argparse.Namespace, out: str) -> 
     assert source is not None
     batch = source.batch(0, arguments.samples)
     times: dict[str, list[float]] = {arm: [] for arm in ARMS}
+    waits: list[float] = []
     version = 0
     for number in range(1 + arguments.rounds):
         for arm in ARMS:
@@ -88,7 +90,7 @@ def worker(rank: int, meeting: str, arguments: argparse.Namespace, out: str) -> 
                 executor.copy_states(layers.snapshots.save)
             if arm == "wait":
                 executor.settle()
-                world.barrier()
+                waits.append(world.slowest(time.perf_counter() - began))
             for _ in range(ROUND):
                 iterations.train(source, batch, STEP, following=plan)
             elapsed = world.slowest(time.perf_counter() - began)
@@ -96,7 +98,7 @@ def worker(rank: int, meeting: str, arguments: argparse.Namespace, out: str) -> 
                 times[arm].append(elapsed)
     state = int(world.sum(sum(sizes.values())))
     if rank == 0:
-        Path(out).write_text(json.dumps({"state": state, "times": times}))
+        Path(out).write_text(json.dumps({"state": state, "times": times, "waits": waits[1:]}))
     layers.close()
 
 
@@ -110,18 +112,17 @@ def join(world: World, socket: Path, sizes: dict[int, int]) -> TwinLayers:
     return TwinLayers(socket, member, world.device)
 
 
-def report(state: int, times: dict[str, list[float]]) -> None:
+def report(state: int, times: dict[str, list[float]], waits: list[float]) -> None:
     """Print one table."""
     usual = statistics.median(times["none"]) / ROUND
     print(f"state of the model: {state / 1e6:.0f} MB on two workers; iteration:"
           f" {usual * 1e3:.0f} ms; {len(times['none'])} versions of each kind")  # fmt: skip
     print(f"{'a version costs':24}{'median ms':>10}{'quartiles':>16}   share of time with N =")
     print(f"{'':50}   {'2':>7}{'10':>7}{'100':>7}")
-    for arm in ARMS[1:]:
-        extra = [a - b for a, b in zip(times[arm], times["none"], strict=True)]
-        low, middle, high = statistics.quantiles(extra, n=4)
+    extra = [a - b for a, b in zip(times["background"], times["none"], strict=True)]
+    for name, costs in (("in the background", extra), ("while all wait", waits)):
+        low, middle, high = statistics.quantiles(costs, n=4)
         shares = "".join(f"{middle / (n * usual):7.2%}" for n in (2, 10, 100))
-        name = {"background": "in the background", "wait": "while all wait"}[arm]
         quartiles = f"{low * 1e3:.1f} to {high * 1e3:.1f}"
         print(f"{name:24}{middle * 1e3:10.1f}{quartiles:>16}   {shares}")
 
@@ -131,8 +132,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--hidden-sizes", type=int, nargs="+", default=[256, 512])
-    parser.add_argument("--samples", type=int, default=8, help="samples in the batch")
-    parser.add_argument("--rounds", type=int, default=15, help="versions of each kind")
+    parser.add_argument("--samples", type=int, default=3, help="samples in the batch")
+    parser.add_argument("--rounds", type=int, default=40, help="versions of each kind")
     arguments = parser.parse_args()
     for size in arguments.hidden_sizes:
         arguments.hidden_size = size
@@ -140,7 +141,7 @@ def main() -> None:
             out = Path(name) / "times.json"
             mp.spawn(worker, (f"{name}/meet", arguments, str(out)), nprocs=2)
             found = json.loads(out.read_text())
-        report(found["state"], found["times"])
+        report(found["state"], found["times"], found["waits"])
 
 
 if __name__ == "__main__":

@@ -72,8 +72,9 @@ class TwinLayers:
 
     @property
     def lost(self) -> bool:
-        """Whether the manager was found to have ended."""
-        return any(one.lost for one in (self.snapshots, self.hand_overs, *self._turns))
+        """Whether the manager has ended."""
+        asked = self.snapshots.lost or self.hand_overs.lost
+        return asked or any(turns.lost for turns in self._turns) or self._client.ended()
 
     def versions(self) -> list[Version]:
         """The versions there are, newest first."""

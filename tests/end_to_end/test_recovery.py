@@ -145,6 +145,9 @@ def test_another_manager_takes_the_place_of_a_killed_one_and_versions_come_back(
         assert "the manager of host copies of this server" in warning
         assert "has ended. Training goes on with a new one." in warning
         assert killed not in [found["pid"] for found in job.managers()]
+        for process in job.processes:  # the memory of the first one is given back
+            maps = Path(f"/proc/{process.pid}/maps").read_text()
+            assert maps.count("memfd:megatron-flex-twin") == 1
         assert len(job.managers()) == servers
         job.kill(1)
         assert job.run(120.0) == 0, job.output
@@ -160,7 +163,8 @@ def one_manager(rank: int) -> None:
     from megatron_flex.loop import host_copies
     from megatron_flex.twinlayer.errors import TwinError
 
-    start_, started = host_copies.start, []
+    start_ = host_copies.start
+    started: list[bool] = []
 
     def once(*arguments: Any) -> bool:
         if started:
@@ -168,7 +172,7 @@ def one_manager(rank: int) -> None:
         started.append(True)
         return start_(*arguments)
 
-    host_copies.start = once
+    host_copies.start = once  # type: ignore[assignment]
 
 
 def test_without_a_second_manager_it_is_said_once_and_the_disk_takes_its_place(

@@ -43,7 +43,7 @@ class Launch:
         shared = {
             **os.environ,
             **(environment or {}),
-            "PYTHONPATH": str(ROOT),
+            "PYTHONPATH": os.pathsep.join((str(ROOT), os.environ.get("PYTHONPATH", ""))),
             "OMP_NUM_THREADS": "1",
             "GLOO_SOCKET_IFNAME": "lo",
             "MASTER_ADDR": "127.0.0.1",
