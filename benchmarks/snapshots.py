@@ -133,7 +133,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--hidden-sizes", type=int, nargs="+", default=[256, 512])
     parser.add_argument("--samples", type=int, default=3, help="samples in the batch")
-    parser.add_argument("--rounds", type=int, default=40, help="versions of each kind")
+    parser.add_argument("--rounds", type=int, default=25, help="versions of each kind")
     arguments = parser.parse_args()
     for size in arguments.hidden_sizes:
         arguments.hidden_size = size

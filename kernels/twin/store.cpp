@@ -112,8 +112,8 @@ std::vector<uint64_t> Store::hand_over(uint64_t serial, const std::vector<HandOv
     if (fresh) {
       const uint64_t offset = found->second.offset = find_room(what.bytes);
       if (offset != 0) {
+        make_entry(offset, what, serial, 1 + under_way());
         room_[offset] = entry_bytes(what.bytes);
-        make_entry(offset, what, serial, room_.size());
       }
       ++(offset != 0 ? handed_over : without_room);
     }
@@ -145,6 +145,12 @@ uint64_t Store::find_room(uint64_t bytes) const {
     at = offset + size;
   }
   return at + wanted <= end ? at : 0;
+}
+
+uint64_t Store::under_way() const {
+  uint64_t count = 0;
+  for (const auto& taken : room_) count += load(&entry(taken.first).state) == kWriting;
+  return count;
 }
 
 uint64_t Store::room_used() const {
