@@ -3,6 +3,7 @@
 #   make demo     train a small GPT with four workers on the CPU
 #   make test     lint, then the whole test suite
 #   make soak     the same properties with large counts, and the long runs
+#   make gpu      what needs a GPU: its tests, and its figures into gpu-results.json
 #   make lint     style, types, C++ format, one-way imports
 #   make native   build the C++ (and, where nvcc is found, CUDA) library into the package
 #   make clean    remove what was built; `make distclean` also removes .venv and runs
@@ -24,7 +25,7 @@ CPP := find kernels \( -name '*.cpp' -o -name '*.h' -o -name '*.inl' -o -name '*
 export OMP_NUM_THREADS := 1
 export PYTHONPATH := $(CURDIR)
 
-.PHONY: demo test soak lint native clean distclean
+.PHONY: demo test soak gpu lint native clean distclean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.runtime $(LIBRARY)
@@ -35,6 +36,10 @@ test: lint
 
 soak: $(VENV)/.dev $(LIBRARY)
 	$(BIN)/python -m pytest -q --durations=20 --soak $(PYTEST_ARGS)
+
+# With the Python that has PyTorch for CUDA, as it is: see tools/gpu.py.
+gpu:
+	$(or $(PYTHON),python3) tools/gpu.py
 
 lint: $(VENV)/.dev $(LIBRARY)
 	$(BIN)/ruff check .

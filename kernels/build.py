@@ -79,10 +79,14 @@ def configure_and_build(build_dir: Path, options: dict[str, str], targets: tuple
 def build_library(build_dir: Path, destination: Path, cuda: str = "AUTO") -> Path:
     """Build the products and put them into the directory ``destination``, replacing older ones.
 
-    ``cuda`` is AUTO (when a working nvcc is found), ON or OFF. Files are renamed into place, so
-    that processes which have an older one loaded keep it. Returns the path of the library.
+    ``cuda`` is AUTO (when a working nvcc is found), ON or OFF; ``CUDAARCHS`` in the
+    environment says for which GPUs, such as 90 (default: 80 and 90). Files are renamed into place,
+    so that processes which have an older one loaded keep it. Returns the path of the library.
     """
-    text = configure_and_build(build_dir, {"MFLEX_CUDA": cuda}, ("megatron_flex", "twin_manager"))
+    options = {"MFLEX_CUDA": cuda}
+    if architectures := os.environ.get("CUDAARCHS"):  # CMake's own variable; see there
+        options["CMAKE_CUDA_ARCHITECTURES"] = architectures
+    text = configure_and_build(build_dir, options, ("megatron_flex", "twin_manager"))
     print(text, end="")
     destination.mkdir(parents=True, exist_ok=True)
     for name in PRODUCTS:

@@ -178,8 +178,10 @@ class Trainer:
         while reason is None and (batch := self._next_batch(source)) is not None:
             self.profiler.before(self.progress.iteration)
             result = self._step(source, batch)
-            self.copies.after(self.progress.iteration, self.iterations.executor, self._common)
-            iteration, signals = self.progress.iteration, result.signals
+            iteration = self.progress.iteration
+            *agreed, lost = result.signals
+            signals = tuple(agreed)
+            self.copies.after(iteration, self.iterations.executor, self._common, lost=lost)
             if _due(options.evaluation.eval_interval, iteration) and not any(signals):
                 signals = self._evaluate(self.parts.valid, f"iteration {iteration}")
             reason = self.stopping.reason(iteration, signals)
@@ -236,7 +238,7 @@ class Trainer:
             StepSize(rate, self.schedule.weight_decay),
             following=following.plan,
             late=following.late,
-            signals=self._signals,
+            signals=(*self._signals, self.copies.lost),
             count_zeros=self.config.logging.log_num_zeros_in_grad,
         )
         self.trace.add(self.progress.iteration + 1)

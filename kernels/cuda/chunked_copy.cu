@@ -20,7 +20,10 @@ __global__ void __launch_bounds__(1024)
               blockDim.x);
     __threadfence_system();
     __syncthreads();
-    if (threadIdx.x == 0) flags[i] = version;
+    if (threadIdx.x == 0) {
+      __threadfence_system();  // after the barrier: orders what the other threads wrote too
+      flags[i] = version;
+    }
   }
 }
 

@@ -10,9 +10,13 @@ MFLEX_API int32_t mflex_cuda_host_unregister(void* address) {
   return cudaHostUnregister(address);
 }
 
-// The address at which the device sees registered host memory.
+// The address at which the device sees registered host memory, also in the middle of it.
 MFLEX_API int32_t mflex_cuda_host_address(void* address, void** device_address) {
-  return cudaHostGetDevicePointer(device_address, address, 0);
+  cudaPointerAttributes found{};
+  const cudaError_t error = cudaPointerGetAttributes(&found, address);
+  if (error != cudaSuccess) return error;
+  *device_address = found.devicePointer;
+  return found.devicePointer == nullptr ? cudaErrorHostMemoryNotRegistered : cudaSuccess;
 }
 
 // A copy between host and device on a stream, at the link's own speed.

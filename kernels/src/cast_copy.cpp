@@ -41,6 +41,7 @@ MFLEX_INLINE void cast_streaming(typename Cast::To* target, const typename Cast:
   using From = typename Cast::From;
   using To = typename Cast::To;
   constexpr int64_t kStep = 32, kPage = 4096 / sizeof(From), kPages = 4;
+  constexpr int64_t kLine = 64 / sizeof(To);
   int64_t head = static_cast<int64_t>(-reinterpret_cast<uintptr_t>(target) % 64 / sizeof(To));
   head = std::min(head, count);
   cast_all(target, source, head, cast);
@@ -52,9 +53,12 @@ MFLEX_INLINE void cast_streaming(typename Cast::To* target, const typename Cast:
         for (size_t line = 0; line < kStep * sizeof(From); line += 64) {
           __builtin_prefetch(reinterpret_cast<const char*>(source + at + kPages * kPage) + line);
         }
-        alignas(64) To part[kStep];
-        cast_all(part, source + at, kStep, cast);
-        stream_lines<kStep * sizeof(To)>(target + at, part);
+        // Line by line: it stays in a register on its way through `part`.
+        for (int64_t i = at; i < at + kStep; i += kLine) {
+          alignas(64) To part[kLine];
+          cast_all(part, source + i, kLine, cast);
+          stream_lines<64>(target + i, part);
+        }
       }
     }
   }

@@ -1,5 +1,5 @@
 // Runs the kernels on random inputs against plain loops; built with AddressSanitizer and with
-// ThreadSanitizer by tests/unit/kernels/test_sanitizers.py. Arguments: rounds, seed.
+// ThreadSanitizer by tests/unit/kernels/test_builds.py. Arguments: rounds, seed.
 #include "random.h"
 
 int main(int count, char** arguments) {
@@ -13,6 +13,7 @@ int main(int count, char** arguments) {
     test_varlen(random);
     test_chunks(random);
     test_threads(random);
+    test_turns(random);
   }
   std::printf("%d rounds passed\n", rounds);
   return 0;

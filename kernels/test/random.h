@@ -44,3 +44,4 @@ void test_casts(Random& random);
 void test_varlen(Random& random);
 void test_chunks(Random& random);
 void test_threads(Random& random);
+void test_turns(Random& random);

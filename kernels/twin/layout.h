@@ -55,10 +55,11 @@ constexpr uint64_t entry_bytes(uint64_t bytes) {
   return data_offset(bytes, kMinChunk) + round_up(bytes, kPage);
 }
 
-// Small enough that a reader starts early, large enough that flags cost nothing.
-constexpr uint64_t chunk_bytes_for(uint64_t bytes) {
+// Small enough that a reader starts early, large enough that flags cost nothing. Of `transfers` at
+// a time a reader seldom waits for the one it takes, so their chunks may be larger.
+constexpr uint64_t chunk_bytes_for(uint64_t bytes, uint64_t transfers = 1) {
   uint64_t chunk = kMaxChunk;
-  while (chunk > kMinChunk && chunk_count(bytes, chunk) < 16) chunk /= 2;
+  while (chunk > kMinChunk && transfers * chunk_count(bytes, chunk) < 16) chunk /= 2;
   return chunk;
 }
 

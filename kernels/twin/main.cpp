@@ -1,6 +1,7 @@
 // The TwinLayer manager: one process for each server of a job, in a session of its own.
 //
 //   twin_manager --socket PATH --job TEXT --banks N --bank-bytes B --room-bytes R --patience MS
+//                --at-once N
 //   twin_manager --available [ROOT]
 //
 // The first reserves memory, leaves a process behind that serves PATH, prints one line, and ends:
@@ -17,6 +18,7 @@
 #include <sys/un.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cstdio>
 #include <filesystem>
@@ -139,7 +141,8 @@ uint64_t number(const std::map<std::string, std::string>& options, const char* n
 int start(const std::map<std::string, std::string>& options) {
   const Shape shape{number(options, "--banks"), round_up(number(options, "--bank-bytes"), kPage),
                     round_up(number(options, "--room-bytes"), kPage)};
-  const Job job{options.at("--job"), number(options, "--patience")};
+  const Job job{options.at("--job"), number(options, "--patience"),
+                std::max<uint64_t>(number(options, "--at-once"), 1)};
   int ends[2];
   if (pipe2(ends, O_CLOEXEC) != 0) throw std::runtime_error("no pipe");
   const pid_t child = fork();

@@ -50,6 +50,7 @@ Server::Server(int listener, const Arena& arena, const Shape& shape, Job job)
       arena_(arena),
       store_(arena.base, shape),
       job_(std::move(job)),
+      turns_(job_.at_once),
       linger_ms_(job_.patience_ms),
       started_(now_ms()),
       alone_since_(started_) {}
@@ -77,6 +78,7 @@ void Server::serve(const std::atomic<bool>& stop) {
       }
       if (!alive || !client.connection.flush()) drop(client);
     }
+    give_turns();
     if (polled[0].revents != 0) accept_all();
     const auto gone = [](const auto& client) { return client->gone; };
     clients_.erase(std::remove_if(clients_.begin(), clients_.end(), gone), clients_.end());
@@ -106,15 +108,27 @@ void Server::accept_all() {
     close(descriptor);
     return;
   }
-  clients_.push_back(std::make_unique<Client>(descriptor));
+  clients_.push_back(std::make_unique<Client>(descriptor, ++accepted_));
 }
 
 void Server::drop(Client& client) {
   if (client.gone) return;
   client.gone = true;
   close(client.connection.descriptor());
+  turns_.leave(client.number);
   // Ranks of an earlier attempt are others' now.
   if (client.member && client.attempt == attempt_) store_.lose(client.rank);
+}
+
+void Server::give_turns() {
+  for (const uint64_t number : turns_.give()) {
+    for (const auto& client : clients_) {
+      if (client->number != number) continue;
+      client->connection.send("{}");
+      // One that is gone gives its turn back in the next round.
+      client->connection.flush();
+    }
+  }
 }
 
 void Server::handle(Client& client, const std::string& frame) {
@@ -125,7 +139,7 @@ void Server::handle(Client& client, const std::string& frame) {
   } catch (const Refused& refused) {
     reply = "{\"error\":" + quoted(refused.what()) + "}";
   }
-  client.connection.send(reply, beside);
+  if (!reply.empty()) client.connection.send(reply, beside);
 }
 
 std::string Server::answer(Client& client, const std::string& frame, int& beside) {
@@ -158,6 +172,16 @@ std::string Server::answer(Client& client, const std::string& frame, int& beside
            field("bytes", arena_.bytes) + "," + field("banks", store_.shape().banks) + "," +
            field("bank_bytes", store_.shape().bank_bytes) + "," +
            field("room_bytes", store_.shape().room_bytes) + "}";
+  }
+  if (verb == "TURN") {
+    const auto n = numbers(rest, 3);
+    turns_.leave(client.number);
+    turns_.ask(client.number, {n[0] != 0, n[1], n[2]});
+    return "";
+  }
+  if (verb == "DONE") {
+    turns_.leave(client.number);
+    return "{}";
   }
   if (!client.member) throw Refused("say HELLO first");
   if (verb == "LIST") return list();
@@ -238,7 +262,9 @@ std::string Server::status() const {
          "," + field("committed", store_.committed()) + "," + field("snapshots", store_.snapshots) +
          "," + field("room_bytes", store_.shape().room_bytes) + "," +
          field("room_used", store_.room_used()) + "," + field("handed_over", store_.handed_over) +
-         "," + field("without_room", store_.without_room) + "," + field("linger_ms", linger_ms_) +
+         "," + field("without_room", store_.without_room) + "," +
+         field("copying", turns_.copying()) + "," + field("waiting", turns_.waiting()) + "," +
+         field("bytes_under_way", turns_.bytes_under_way()) + "," + field("linger_ms", linger_ms_) +
          "}";
 }
 

@@ -9,8 +9,10 @@
 //   BEGIN <version>, lines <slab> <bytes>    room for these slabs; their offsets
 //   COMMON <version>, then JSON          what belongs to the version beside the slabs
 //   HANDOVER <serial>, lines <source> <slab> <bytes> <readers>    their offsets, or 0
-//   STATUS                               all of it, for people; needs no HELLO
-//   END                                  the job ended well (or the manager is not wanted)
+//   TURN <background> <slab> <bytes>     answered when this connection may copy
+//   DONE                                 it has copied; the end of the connection says so too
+//   STATUS                               all of it, for people; needs no HELLO (nor do TURN and
+//   DONE) END                                  the job ended well (or the manager is not wanted)
 #pragma once
 
 #include <atomic>
@@ -21,6 +23,7 @@
 
 #include "memory.h"
 #include "store.h"
+#include "turns.h"
 #include "wire.h"
 
 namespace mflex::twin {
@@ -28,6 +31,7 @@ namespace mflex::twin {
 struct Job {
   std::string name;      // for people
   uint64_t patience_ms;  // ends when no worker has come within this time
+  uint64_t at_once;      // copies at a time
 };
 
 class Server {
@@ -39,9 +43,10 @@ class Server {
 
  private:
   struct Client {
-    explicit Client(int descriptor) : connection(descriptor) {}
+    Client(int descriptor, uint64_t id) : connection(descriptor), number(id) {}
 
     Connection connection;
+    uint64_t number;
     bool member = false;
     std::string attempt;
     uint64_t rank = 0;
@@ -51,6 +56,8 @@ class Server {
   void accept_all();
   void handle(Client& client, const std::string& frame);
   void drop(Client& client);
+  void give_turns();
+  // Empty when the answer comes later.
   std::string answer(Client& client, const std::string& frame, int& beside);
   std::string list() const;
   std::string status() const;
@@ -60,7 +67,9 @@ class Server {
   Arena arena_;
   Store store_;
   Job job_;
+  Turns turns_;
   std::vector<std::unique_ptr<Client>> clients_;
+  uint64_t accepted_ = 0;
   std::string attempt_;
   uint64_t linger_ms_;
   int64_t started_, alone_since_;

@@ -13,9 +13,10 @@ EntryHeader& Store::entry(uint64_t offset) const {
   return *reinterpret_cast<EntryHeader*>(base_ + offset);
 }
 
-void Store::make_entry(uint64_t offset, const HandOver& what, uint64_t version) {
+void Store::make_entry(uint64_t offset, const HandOver& what, uint64_t version,
+                       uint64_t transfers) {
   EntryHeader& made = entry(offset);
-  const uint64_t chunk = chunk_bytes_for(what.bytes);
+  const uint64_t chunk = chunk_bytes_for(what.bytes, transfers);
   std::memset(static_cast<void*>(&made), 0, data_offset(what.bytes, chunk));
   made.version = version;
   made.bytes = what.bytes;
@@ -77,7 +78,7 @@ std::vector<uint64_t> Store::begin(uint64_t version, uint64_t source,
   bank.used = used;
   for (size_t i = 0; i < slabs.size(); ++i) {
     bank.entries[slabs[i].first] = offsets[i];
-    make_entry(offsets[i], {source, slabs[i].first, slabs[i].second, 0}, version);
+    make_entry(offsets[i], {source, slabs[i].first, slabs[i].second, 0}, version, slabs.size());
   }
   return offsets;
 }
@@ -111,8 +112,8 @@ std::vector<uint64_t> Store::hand_over(uint64_t serial, const std::vector<HandOv
     if (fresh) {
       const uint64_t offset = found->second.offset = find_room(what.bytes);
       if (offset != 0) {
+        make_entry(offset, what, serial, 1 + under_way());
         room_[offset] = entry_bytes(what.bytes);
-        make_entry(offset, what, serial);
       }
       ++(offset != 0 ? handed_over : without_room);
     }
@@ -144,6 +145,12 @@ uint64_t Store::find_room(uint64_t bytes) const {
     at = offset + size;
   }
   return at + wanted <= end ? at : 0;
+}
+
+uint64_t Store::under_way() const {
+  uint64_t count = 0;
+  for (const auto& taken : room_) count += load(&entry(taken.first).state) == kWriting;
+  return count;
 }
 
 uint64_t Store::room_used() const {

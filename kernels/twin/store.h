@@ -76,9 +76,10 @@ class Store {
  private:
   Header& header() const { return *reinterpret_cast<Header*>(base_); }
   Bank& bank_for(uint64_t version);
-  void make_entry(uint64_t offset, const HandOver& what, uint64_t version);
+  void make_entry(uint64_t offset, const HandOver& what, uint64_t version, uint64_t transfers);
   void reclaim(uint64_t serial);
   uint64_t find_room(uint64_t bytes) const;
+  uint64_t under_way() const;  // hand-overs that are placed and not written
 
   char* base_;
   Shape shape_;

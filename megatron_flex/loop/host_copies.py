@@ -3,7 +3,8 @@
 One manager a server keeps them (:mod:`megatron_flex.twinlayer`). The first worker of a server, its
 *leader*, starts it and ends it. Every ``--flexpipe-twin-snapshot`` iterations the owners of all
 slabs write a version; the number of a version is that of its iteration. An attempt that follows
-another continues from the newest version of which the servers together hold every slab.
+another continues from the newest version of which the servers together hold every slab. A manager
+that ends is replaced by a new one, which begins with nothing.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from megatron_flex.schedule.slabs import slab_holders
 from megatron_flex.twinlayer.copies import restore
 from megatron_flex.twinlayer.errors import ManagerLost, TwinError
 from megatron_flex.twinlayer.location import job_name, runtime_directory, socket_of
-from megatron_flex.twinlayer.manager import Shape, entry_bytes, start, stop
+from megatron_flex.twinlayer.manager import AT_ONCE, Shape, entry_bytes, start, stop
 from megatron_flex.twinlayer.worker import Member, TwinLayers, Version
 
 _FAREWELL = 2.0
@@ -42,6 +43,9 @@ _FAREWELL = 2.0
 _KNOWN_COMPLETE = 2
 """A worker has copied its slabs of iteration k when it has updated them in k+1, before the global
 norm of k+2; a worker that has passed that norm knows it of all others."""
+
+_REPLACEMENTS = 3
+"""New managers in a run, before it goes on without host copies."""
 
 
 class HostCopies:
@@ -89,7 +93,9 @@ class HostCopies:
         self._num_slabs = num_slabs
         self._holding: dict[int, set[int]] = {}  # server -> its slabs of the version found
         self._uncommitted: list[int] = []
-        self._told = False
+        self._arena: ArenaTransport | None = None
+        self._needs = Shape(0, 0, 0)
+        self._replaced = 0
         self.found = self._find()
 
     def reserve(self, holdings: Holdings, plan: Plan, *, changes: bool) -> None:
@@ -99,19 +105,13 @@ class HostCopies:
         """
         if not self._wanted:
             return
-        shape = self._shape(holdings, plan, changes=changes)
+        self._needs = shape = self._shape(holdings, plan, changes=changes)
         if not shape.banks and not shape.room_bytes:
             return
-        problem = ""
-        if self._layers is None and self._leads:
-            try:
-                start(self._socket, self._job, shape, self._options.flexpipe_twin_timeout)
-            except TwinError as error:
-                problem = str(error)
-        problems = [p for p in self._world.gather(problem) if p]
-        if problems:
+        problem = self._start(self._layers is None)
+        if problem:
             advice = "remove --flexpipe-twin-snapshot" if self._every else "give --flexpipe-no-twin"
-            raise TwinError(f"{problems[0]}: {advice}, or use more servers")
+            raise TwinError(f"{problem}: {advice}, or use more servers")
         if self._layers is None:
             self._layers = self._connect()
         if self._leads:
@@ -122,7 +122,8 @@ class HostCopies:
         layers = self._layers
         if layers is None or not layers.shape.room_bytes or not self._options.flexpipe_twin:
             return None
-        return ArenaTransport(self._world.rank, self.servers, layers.hand_overs)
+        self._arena = ArenaTransport(self._world.rank, self.servers, layers.hand_overs)
+        return self._arena
 
     def restore(self, holdings: Holdings, plan: Plan) -> dict[str, Any] | None:
         """Fill the slabs from the version found; what belongs to it beside them.
@@ -147,15 +148,24 @@ class HostCopies:
             self.found = None
         return saved if self.found is None else self.found.number
 
-    def after(self, iteration: int, executor: Executor, common: Callable[[], Any]) -> None:
+    @property
+    def lost(self) -> bool:
+        """Whether this worker found the manager ended; :meth:`after` wants to know it of all."""
+        return self._layers is not None and self._layers.lost
+
+    def after(
+        self, iteration: int, executor: Executor, common: Callable[[], Any], *, lost: bool = False
+    ) -> None:
         """Begin to write a version if ``iteration``, which has ended, is to have one.
 
-        ``common()`` is what belongs to it beside the slabs.
+        ``common()`` is what belongs to it beside the slabs. ``lost``: whether any worker has found
+        its manager ended, the same on all; they have a new one then, if there can be one.
         """
+        if lost and self._layers is not None:
+            self._replace(executor)
         layers = self._layers
         if layers is None:
             return
-        self._tell()
         while self._uncommitted and self._uncommitted[0] + _KNOWN_COMPLETE <= iteration:
             layers.arena.commit(self._uncommitted.pop(0))
         if self._every is None or iteration % self._every or layers.lost:
@@ -172,11 +182,75 @@ class HostCopies:
         if self._layers is None:
             return
         self._world.barrier()  # a worker that dies before the others have ended needs the versions
+        self._end()
+
+    # ---- managers ----------------------------------------------------------------------------
+
+    def _start(self, wanted: bool) -> str:
+        """Start the managers of the servers that want one; what went wrong on any of them.
+
+        ``wanted`` is the same on all workers of a server.
+        """
+        problem = ""
+        if wanted and self._leads:
+            timeout = self._options.flexpipe_twin_timeout
+            at_once = max(AT_ONCE, torch.cuda.device_count())
+            try:
+                start(self._socket, self._job, self._needs, timeout, at_once)
+            except TwinError as error:
+                problem = str(error)
+        return next((p for p in self._world.gather(problem) if p), "")
+
+    def _replace(self, executor: Executor) -> None:
+        """Have new managers where they have ended; where that cannot be, go on without any."""
+        executor.settle()
+        self._replaced += 1
+        gone = {s for s, lost in zip(self.servers, self._world.gather(self.lost), strict=True)
+                if lost}  # fmt: skip
+        mine = self.servers[self._world.rank] in gone
+        if mine:
+            self.found = None
+            self._uncommitted.clear()
+            self._leave()
+        self._world.barrier()  # now the old memory is free
+        problem = f"{_REPLACEMENTS} others have ended before"
+        if self._replaced <= _REPLACEMENTS:
+            problem = self._start(mine) or self._join(mine)
+        if mine and self._leads:
+            what = f"without host copies: {problem}" if problem else "with a new one"
+            print(f"warning: the manager of host copies of this server ({self._job}) has ended."
+                  f" Training goes on {what}.", file=sys.stderr, flush=True)  # fmt: skip
+        if problem:
+            self._end()
+
+    def _join(self, wanted: bool) -> str:
+        """Connect to this server's new manager; what went wrong on any worker."""
+        problem = ""
+        if wanted:
+            try:
+                self._layers = self._connect()
+            except TwinError as error:
+                problem = str(error)
+            else:
+                if self._arena is not None:
+                    self._arena.renew(self._layers.hand_overs)
+        return next((p for p in self._world.gather(problem) if p), "")
+
+    def _leave(self) -> None:
+        """Let go of the manager and its memory."""
+        if self._arena is not None:
+            self._arena.renew(None)
+        if self._layers is not None:
+            self._layers.close()
+            self._layers = None
+
+    def _end(self) -> None:
+        """End the manager, if there is one, and keep nothing any more."""
         if self._leads:
-            self._layers.end()
+            if self._layers is not None:
+                self._layers.end()
             self._socket.unlink(missing_ok=True)  # that of a manager which was killed
-        self._layers.close()
-        self._layers = None
+        self._leave()
 
     # ---- what an earlier attempt left --------------------------------------------------------
 
@@ -199,7 +273,7 @@ class HostCopies:
         # A server whose manager is gone has none for all its workers, whatever some have seen.
         everyone = self._world.gather(self._layers is not None)
         if not all(everyone[rank] for rank in self._local):
-            self._drop_connection()
+            self._leave()
             versions = []
         complete = {v.number: sorted(v.entries) for v in versions if v.common is not None}
         tables = self._world.gather(complete)
@@ -215,11 +289,6 @@ class HostCopies:
                 self._holding = holding
                 return version
         return None
-
-    def _drop_connection(self) -> None:
-        if self._layers is not None:
-            self._layers.close()
-            self._layers = None
 
     def _connect(self) -> TwinLayers:
         keeps = self._every is not None and restarts_are_left()
@@ -273,21 +342,6 @@ class HostCopies:
 
     def _elsewhere(self, slab: int) -> int:
         return min(server for server, slabs in self._holding.items() if slab in slabs)
-
-    def _tell(self) -> None:
-        """Say once that the manager has ended."""
-        assert self._layers is not None
-        if not self._layers.lost or self._told:
-            return
-        self._told = True
-        if self._leads:
-            kept = " and nothing is kept in host memory for recovery" if self._every else ""
-            print(
-                f"warning: the manager of host copies of this server ({self._job}) has ended."
-                f" Training goes on; layers are handed over by messages now{kept}.",
-                file=sys.stderr,
-                flush=True,
-            )
 
 
 def hands_over(options: FlexpipeOptions, servers: tuple[int, ...], *, changes: bool) -> bool:

@@ -19,6 +19,7 @@ from megatron_flex.data.batches import BatchSource
 from megatron_flex.model.config import ModelConfig
 from megatron_flex.planner.memory import tied_state, unit_memory
 from megatron_flex.planner.plan import Plan
+from megatron_flex.runtime.world import workers_per_gpu
 
 _PIECE = 1 << 22  # samples looked at at a time
 
@@ -88,9 +89,9 @@ def longest_sample(source: BatchSource) -> int:
 
 
 def memory_of_worker(device: torch.device) -> int:
-    """Bytes that this worker may use: its GPU's, or its share of the server's memory."""
+    """Bytes that this worker may use: its share of its GPU's memory, or of the server's."""
     if device.type == "cuda":
-        return torch.cuda.get_device_properties(device).total_memory
+        return torch.cuda.get_device_properties(device).total_memory // workers_per_gpu()
     total = psutil.virtual_memory().total
     for name in ("memory.max", "memory/memory.limit_in_bytes"):  # control groups 2 and 1
         try:

@@ -33,7 +33,11 @@ def _varlen_kernel() -> _Kernel:
 
     def run(q: Tensor, k: Tensor, v: Tensor, context: PackedContext, o: AttentionOptions) -> Tensor:
         offsets, longest = context.cumulative_lengths, max(context.lengths)
-        more: dict[str, Any] = {"scale": o.scale}
+        more: dict[str, Any] = {}
+        if "scale" in names:
+            more["scale"] = o.scale
+        else:  # the kernel's own is 1 / sqrt(d)
+            q = q * (o.scale * q.shape[-1] ** 0.5)
         if "window_size" in names:
             more["window_size"] = (-1, 0 if o.causal else -1)
         else:

@@ -185,7 +185,10 @@ class ActivationOffload:
             for tensor, offset in zip(tensors, offsets, strict=True):
                 part = group.buffer[offset : offset + tensor.numel()]
                 (part if out else tensor).copy_(tensor if out else part, non_blocking=True)
-                tensor.record_stream(self._stream)
+                # What leaves is waited for before it is freed: its memory can be had at once. What
+                # returns may be freed unused.
+                if not out:
+                    tensor.record_stream(self._stream)
             group.moving = torch.cuda.Event()
             group.moving.record(self._stream)
 

@@ -41,7 +41,7 @@ class ArenaTransport:
     have their answer. ``open`` says so.
     """
 
-    def __init__(self, rank: int, servers: Sequence[int], hand_overs: HandOvers) -> None:
+    def __init__(self, rank: int, servers: Sequence[int], hand_overs: HandOvers | None) -> None:
         """``servers[rank]`` is a number for the server of each worker."""
         self._rank = rank
         self._servers = tuple(servers)
@@ -50,6 +50,12 @@ class ArenaTransport:
         self._places: dict[tuple[int, int], Place] = {}
         self.open = False
 
+    def renew(self, hand_overs: HandOvers | None) -> None:
+        """Go on through another manager, or by messages. Nothing may be on its way."""
+        self.open = False
+        self._places.clear()
+        self._hand_overs = hand_overs
+
     def prepare(self, program: Program, state_bytes: Callable[[int], int]) -> None:
         """Take places for this worker's hand-overs in ``program``, in the background.
 
@@ -57,7 +63,7 @@ class ArenaTransport:
         """
         self.open = False
         self._places.clear()
-        if program.next_plan is None:
+        if program.next_plan is None or self._hand_overs is None:
             return
         readers: Counter[tuple[int, int]] = Counter()
         mine: dict[tuple[int, int], None] = {}  # in the order of the program
@@ -80,11 +86,12 @@ class ArenaTransport:
 
     def ready(self) -> bool:
         """Wait for the places; whether they could be asked for."""
-        return self._hand_overs.reserved()
+        return self._hand_overs is None or self._hand_overs.reserved()
 
     def place(self, op: StateOp) -> Place | None:
         """Where ``op`` goes; ``None``: from worker to worker."""
-        if not self.open or self._servers[op.peer] != self._servers[self._rank]:
+        here = self._servers[self._rank]
+        if not self.open or self._hand_overs is None or self._servers[op.peer] != here:
             return None
         source = self._rank if isinstance(op, SendState) else op.peer
         key = source, op.slab

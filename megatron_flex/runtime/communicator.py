@@ -11,8 +11,8 @@ from collections import deque
 from collections.abc import Iterable
 
 import torch
-import torch.distributed as dist
 
+from megatron_flex.runtime.channel import Message
 from megatron_flex.runtime.deliveries import Deliveries
 from megatron_flex.runtime.failure import lost
 from megatron_flex.runtime.world import World
@@ -48,7 +48,7 @@ class Communicator:
         self._hidden = hidden_size
         self._dtype = dtype
         self._expected: deque[Transfer] = deque()
-        self._posted: deque[tuple[Transfer, torch.Tensor, dist.Work]] = deque()
+        self._posted: deque[tuple[Transfer, torch.Tensor, Message]] = deque()
         self._sent = Deliveries(world)
 
     def expect(self, instructions: Iterable[Instruction]) -> None:

@@ -14,10 +14,11 @@ from collections import deque
 import torch
 import torch.distributed as dist
 
+from megatron_flex.runtime.channel import Message
 from megatron_flex.runtime.failure import CommunicationError, lost
 from megatron_flex.runtime.world import World
 
-_Sent = tuple[object, torch.Tensor, dist.Work]
+_Sent = tuple[object, torch.Tensor, Message]
 
 
 class Deliveries:
@@ -30,7 +31,7 @@ class Deliveries:
         self._thread: threading.Thread | None = None
         self._error: CommunicationError | None = None
 
-    def add(self, what: object, tensor: torch.Tensor, work: dist.Work) -> None:
+    def add(self, what: object, tensor: torch.Tensor, work: Message) -> None:
         """Keep ``tensor`` until ``work`` is done. ``what`` names the message in errors."""
         if self._error is not None:
             raise self._error

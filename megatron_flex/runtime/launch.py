@@ -12,7 +12,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from megatron_flex.runtime.attempt import attempt
 from megatron_flex.runtime.failure import FirstFailure
-from megatron_flex.runtime.world import World, local_rank
+from megatron_flex.runtime.world import World, local_rank, workers_per_gpu
 
 STORE_TIMEOUT = timedelta(seconds=5)
 """Longest wait for an answer of the job's key-value store when the job fails."""
@@ -33,8 +33,15 @@ def start(
             "--distributed-backend nccl (the default, as in Megatron-LM) needs CUDA, which this"
             " machine does not have: give --distributed-backend gloo"
         )
-    device = torch.device("cuda", local_rank()) if cuda else torch.device("cpu")
+    device = torch.device("cpu")
     if cuda:
+        if backend != "gloo" and workers_per_gpu() > 1:
+            raise SystemExit(
+                f"--distributed-backend nccl (the default, as in Megatron-LM) needs a GPU for each"
+                f" worker, but {workers_per_gpu()} would share one: start fewer, or give"
+                " --distributed-backend gloo"
+            )
+        device = torch.device("cuda", local_rank() % torch.cuda.device_count())
         torch.cuda.set_device(device)
     else:
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))

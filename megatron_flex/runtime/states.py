@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
-import torch.distributed as dist
 
 from megatron_flex.runtime.arena import ArenaTransport
+from megatron_flex.runtime.channel import Message
 from megatron_flex.runtime.communicator import explain
 from megatron_flex.runtime.failure import CommunicationError
 from megatron_flex.runtime.world import World
@@ -40,7 +40,7 @@ class Transport(Protocol):
 class _Message:
     op: StateOp
     world: World
-    work: dist.Work
+    work: Message
 
     def wait(self) -> None:
         with explain(self.op, self.world):

@@ -12,40 +12,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron_flex.runtime.channel import Channel
 from megatron_flex.runtime.failure import lost
 from megatron_flex.runtime.groups import ReductionGroups
 from megatron_flex.runtime.liveness import Liveness
-
-
-@dataclass(frozen=True)
-class Channel:
-    """World-wide point-to-point traffic of one kind, one group for each direction.
-
-    With NCCL a receive that is posted early would block the sends behind it on the same group;
-    with one group for messages to higher ranks and one for those to lower ranks it cannot.
-    """
-
-    rank: int
-    up: dist.ProcessGroup
-    down: dist.ProcessGroup
-
-    @classmethod
-    def create(cls, timeout: timedelta) -> Channel:
-        """Make both groups. Collective."""
-        up, down = (dist.new_group(timeout=timeout) for _ in range(2))
-        return cls(dist.get_rank(), up, down)
-
-    def send(self, tensor: torch.Tensor, peer: int) -> dist.Work:
-        """Begin to send; ``tensor`` must stay as it is until the work is done."""
-        work = dist.isend(tensor, peer, group=self.up if peer > self.rank else self.down)
-        assert work is not None
-        return work
-
-    def receive(self, tensor: torch.Tensor, peer: int) -> dist.Work:
-        """Begin to receive into ``tensor``."""
-        work = dist.irecv(tensor, peer, group=self.down if peer > self.rank else self.up)
-        assert work is not None
-        return work
 
 
 @dataclass
@@ -72,7 +42,7 @@ class World:
         if not dist.is_initialized() or dist.get_world_size() == 1:
             return cls(0, 1, device, timeout)
         rank = dist.get_rank()
-        pipeline, state = Channel.create(timeout), Channel.create(timeout)
+        pipeline, state = (Channel.create(device, timeout) for _ in range(2))
         control = dist.new_group(timeout=timeout, backend="gloo")
         reductions = ReductionGroups(
             rank, _default_store(), dist.get_backend(), timeout, liveness=Liveness(rank, control)
@@ -143,3 +113,9 @@ def _default_store() -> dist.Store:
 def local_rank() -> int:
     """This worker's number on its server, as torchrun says."""
     return int(os.environ.get("LOCAL_RANK", "0"))
+
+
+def workers_per_gpu() -> int:
+    """How many workers of this server share a GPU, at most."""
+    workers = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return -(-workers // torch.cuda.device_count())

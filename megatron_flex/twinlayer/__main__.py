@@ -82,10 +82,12 @@ def _lines(s: dict[str, Any]) -> list[str]:
             f"    iteration {version['version']}: {version['complete']} of {version['slabs']} slabs"
             f" complete, {version['bytes'] / 1e6:.1f} MB{note}"
         )
-    lines.append(
+    lines += [
         f"  hand-overs: {s['handed_over']} so far, {s['room_used'] / 1e6:.1f} of"
-        f" {s['room_bytes'] / 1e6:.1f} MB in use; {s['without_room']} found no room"
-    )
+        f" {s['room_bytes'] / 1e6:.1f} MB in use; {s['without_room']} found no room",
+        f"  copies now: {s['copying']} of {s['bytes_under_way'] / 1e6:.1f} MB together,"
+        f" {s['waiting']} wait for their turn",
+    ]
     return lines
 
 

@@ -34,7 +34,13 @@ class Arena:
             raise TwinError("the manager of host copies is of another version: build it again")
         self._pinned = device.type == "cuda"
         if self._pinned:
-            kernels.register_host(self.memory)
+            try:
+                kernels.register_host(self.memory)
+            except RuntimeError as error:
+                raise TwinError(
+                    f"the GPU cannot use host copies of layers ({error}): give --flexpipe-no-twin,"
+                    " and no --flexpipe-twin-snapshot"
+                ) from error
 
     def close(self) -> None:
         """Use it no more; the memory goes with the last view of it."""

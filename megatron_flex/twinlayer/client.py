@@ -5,6 +5,7 @@ from __future__ import annotations
 import array
 import contextlib
 import json
+import select
 import socket
 import struct
 import threading
@@ -55,6 +56,19 @@ class Client:
         """
         text = "\n".join((words, *lines))
         return self._exchange(text + ("\n" + body if body else ""), [])
+
+    def ended(self) -> bool:
+        """Whether the manager has closed the connection, without asking it anything."""
+        if not self._lock.acquire(blocking=False):
+            return False  # whoever is asking finds out
+        try:
+            poll = select.poll()
+            poll.register(self._socket, select.POLLIN)
+            return bool(poll.poll(0)) and self._socket.recv(1, socket.MSG_PEEK) == b""
+        except (OSError, ValueError):  # reset, or closed here
+            return True
+        finally:
+            self._lock.release()
 
     def close(self) -> None:
         """End the connection."""

@@ -42,8 +42,10 @@ class Side:
             return
         with torch.cuda.stream(self._stream):
             self._stream.wait_event(event)
-            yield
-            self._stream.synchronize()
+            try:
+                yield
+            finally:
+                self._stream.synchronize()
 
 
 def keep(entry: Entry, state: Tensor) -> None:
@@ -72,7 +74,7 @@ def write(entry: Entry, state: Tensor, threads: int) -> None:
 
 
 def read(entry: Entry, state: Tensor, timeout: float, threads: int) -> None:
-    """Copy into ``state``, each chunk as soon as it is there.
+    """Copy into ``state``, each chunk as soon as it is there; on a GPU, queue the copies.
 
     Raises :class:`TwinError` when one does not come within ``timeout`` seconds of waiting for it,
     or the writer has ended.
@@ -91,7 +93,6 @@ def read(entry: Entry, state: Tensor, timeout: float, threads: int) -> None:
                 f"worker {entry.source} ended before it had handed over slab {entry.slab}"
             ) from error
         raise TwinError(f"slab {entry.slab} of worker {entry.source}: {error}") from error
-    entry.take()
 
 
 def _read_to_device(entry: Entry, state: Tensor, timeout: float) -> None:

@@ -1,8 +1,8 @@
 """Slabs from worker to worker of one server, through the arena.
 
-The manager is asked before it matters: places are taken while the iteration computes. After the
-update nobody asks anybody; the writer publishes chunks and the readers take them, even if the
-manager has ended meanwhile.
+The manager is asked for places before it matters, while the iteration computes. After the update
+the writer waits for its turn, publishes chunks, and the readers take them, even if the manager has
+ended meanwhile: then there are no turns.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from megatron_flex.twinlayer import copies
 from megatron_flex.twinlayer.arena import Arena, Entry
 from megatron_flex.twinlayer.client import Client
 from megatron_flex.twinlayer.errors import ManagerLost
+from megatron_flex.twinlayer.turns import Turns
 
 
 @dataclass(frozen=True)
@@ -34,11 +35,18 @@ class HandOvers:
     """One worker's part in hand-overs. ``lost`` is true once the manager has ended."""
 
     def __init__(
-        self, client: Client, arena: Arena, device: torch.device, timeout: float, threads: int
+        self,
+        client: Client,
+        arena: Arena,
+        device: torch.device,
+        turns: Turns,
+        timeout: float,
+        threads: int,
     ) -> None:
         """``timeout`` is in seconds for each chunk, ``threads`` those of one copy."""
         self._client = client
         self._arena = arena
+        self._turns = turns
         self._timeout = timeout
         self._threads = threads
         self._sides = copies.Side(device), copies.Side(device)
@@ -77,6 +85,7 @@ class HandOvers:
         """Wait for the copies."""
         self._writer.shutdown(wait=True)
         self._reader.shutdown(wait=True)
+        self._turns.close()
 
     def _reserve(
         self, serial: int, wanted: tuple[HandOver, ...]
@@ -98,10 +107,11 @@ class HandOvers:
         return places
 
     def _write(self, entry: Entry, state: Tensor, after: torch.cuda.Event | None) -> None:
-        with self._sides[0].after(after):
+        with self._turns.turn(entry.slab, entry.bytes), self._sides[0].after(after):
             copies.write(entry, state, self._threads)
         entry.complete(0)
 
     def _read(self, entry: Entry, state: Tensor, after: torch.cuda.Event | None) -> None:
         with self._sides[1].after(after):
             copies.read(entry, state, self._timeout, self._threads)
+        entry.take()

@@ -15,6 +15,10 @@ PROGRAM = Path(__file__).resolve().parents[1] / "twin_manager"
 PATIENCE = 300.0
 """Seconds for which a manager waits for workers, to come or to come back."""
 
+AT_ONCE = 2
+"""Copies that run at a time on a server, so many as fill its memory. With GPUs, one for each: it is
+the links to them that are full."""
+
 _ENDING = 60.0  # seconds
 _PAGE = 4096
 _FLAGS_OF = 64 << 10  # bytes; kernels/twin/layout.h: the smallest chunk
@@ -44,11 +48,13 @@ def entry_bytes(size: int) -> int:
     return _pages(64 + 8 * -(-size // _FLAGS_OF)) + _pages(size)
 
 
-def start(socket: Path, job: str, shape: Shape, patience: float = PATIENCE) -> bool:
+def start(
+    socket: Path, job: str, shape: Shape, patience: float = PATIENCE, at_once: int = AT_ONCE
+) -> bool:
     """Start a manager that serves ``socket``; ``False`` if one does already.
 
-    Returns when it has its memory. ``job`` is for people. Raises :class:`TwinError` that says why
-    it cannot run.
+    Returns when it has its memory. ``job`` is for people; ``at_once`` copies run at a time. Raises
+    :class:`TwinError` that says why it cannot run.
     """
     if not PROGRAM.exists():
         raise TwinError(
@@ -62,6 +68,7 @@ def start(socket: Path, job: str, shape: Shape, patience: float = PATIENCE) -> b
         "--bank-bytes": shape.bank_bytes,
         "--room-bytes": shape.room_bytes,
         "--patience": int(patience * 1000),
+        "--at-once": at_once,
     }
     command = [str(PROGRAM), *(str(word) for pair in words.items() for word in pair)]
     limit = min(60.0 + shape.bytes / _ZEROING, 3600.0)

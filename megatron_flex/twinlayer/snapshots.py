@@ -12,6 +12,7 @@ from megatron_flex.twinlayer import copies
 from megatron_flex.twinlayer.arena import Arena, Entry
 from megatron_flex.twinlayer.client import Client
 from megatron_flex.twinlayer.errors import ManagerLost
+from megatron_flex.twinlayer.turns import Turns
 
 
 class Snapshots:
@@ -20,9 +21,10 @@ class Snapshots:
     ``lost`` is true once the manager has ended; nothing is written from then on.
     """
 
-    def __init__(self, client: Client, arena: Arena, device: torch.device) -> None:
+    def __init__(self, client: Client, arena: Arena, device: torch.device, turns: Turns) -> None:
         self._client = client
         self._arena = arena
+        self._turns = turns
         self._side = copies.Side(device)
         self._thread = ThreadPoolExecutor(1, "twin-snapshot")
         self._entries: dict[int, Entry] = {}
@@ -49,6 +51,7 @@ class Snapshots:
     def close(self) -> None:
         """Wait for the copies."""
         self._thread.shutdown(wait=True)
+        self._turns.close()
 
     def _begin(self, version: int, sizes: dict[int, int], common: str | None) -> None:
         self._entries = {}
@@ -77,5 +80,6 @@ class Snapshots:
             return
         entry = self._entries[slab]
         assert (entry.version, entry.bytes) == (version, state.nbytes)
-        with self._side.after(after):
+        turn = self._turns.turn(slab, state.nbytes, background=True)
+        with turn, self._side.after(after):
             copies.keep(entry, state)

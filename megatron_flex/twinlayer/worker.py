@@ -15,6 +15,7 @@ from megatron_flex.twinlayer.errors import ManagerLost
 from megatron_flex.twinlayer.hand_overs import HandOvers
 from megatron_flex.twinlayer.manager import Shape
 from megatron_flex.twinlayer.snapshots import Snapshots
+from megatron_flex.twinlayer.turns import Turns
 
 _MOST_THREADS = 4
 
@@ -61,15 +62,19 @@ class TwinLayers:
         descriptor, shape = self._client.hello(member.attempt, member.rank, member.linger)
         self.shape = Shape(shape["banks"], shape["bank_bytes"], shape["room_bytes"])
         self.arena = Arena(descriptor, shape["bytes"], device)
-        self.snapshots = Snapshots(self._client, self.arena, device)
+        self._turns = [Turns(socket, member.timeout) for _ in range(2)]
+        self.snapshots = Snapshots(self._client, self.arena, device, self._turns[0])
         cores = len(os.sched_getaffinity(0))
         threads = max(1, min(_MOST_THREADS, cores // member.local_size))
-        self.hand_overs = HandOvers(self._client, self.arena, device, member.timeout, threads)
+        self.hand_overs = HandOvers(
+            self._client, self.arena, device, self._turns[1], member.timeout, threads
+        )
 
     @property
     def lost(self) -> bool:
-        """Whether the manager was found to have ended."""
-        return self.snapshots.lost or self.hand_overs.lost
+        """Whether the manager has ended."""
+        asked = self.snapshots.lost or self.hand_overs.lost
+        return asked or any(turns.lost for turns in self._turns) or self._client.ended()
 
     def versions(self) -> list[Version]:
         """The versions there are, newest first."""

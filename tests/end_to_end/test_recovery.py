@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -118,20 +119,76 @@ def test_killed_workers_come_back_and_the_loss_curve_is_that_of_an_undisturbed_r
     assert_nothing_is_left(job.runtime)
 
 
-def test_a_killed_manager_is_said_once_and_the_disk_takes_its_place(
+def kill_manager(job: Elastic, server: int = 0) -> int:
+    pid: int = sorted(job.managers(), key=lambda found: str(found["job"]))[server]["pid"]
+    os.kill(pid, signal.SIGKILL)
+    return pid
+
+
+def warnings(job: Elastic) -> list[str]:
+    return [line for line in job.output.splitlines() if "warning" in line]
+
+
+@pytest.mark.parametrize("servers", [1, 2])
+def test_another_manager_takes_the_place_of_a_killed_one_and_versions_come_back(
+    flags: list[str], undisturbed: dict[int, list[float]], tmp_path: Path, servers: int
+) -> None:
+    every = ["--flexpipe-switch", "handover", "--flexpipe-twin-snapshot", "2"]
+    before = two_servers if servers > 1 else None
+    with start(tmp_path / "job", flags, 24, *every, before=before) as job:
+        assert job.run(60.0, reached(job, 3)) is None, job.output
+        killed = kill_manager(job, servers - 1)
+        assert job.run(60.0, lambda: bool(warnings(job))) is None, job.output
+        seen = max(losses(tmp_path / "job" / "log.jsonl"))
+        assert job.run(60.0, reached(job, seen + 6)) is None, job.output
+        (warning,) = warnings(job)
+        assert "the manager of host copies of this server" in warning
+        assert "has ended. Training goes on with a new one." in warning
+        assert killed not in [found["pid"] for found in job.managers()]
+        for process in job.processes:  # the memory of the first one is given back
+            maps = Path(f"/proc/{process.pid}/maps").read_text()
+            assert maps.count("memfd:megatron-flex-twin") == 1
+        assert len(job.managers()) == servers
+        job.kill(1)
+        assert job.run(120.0) == 0, job.output
+        found = starts(job)[1]
+        assert "in host memory" in found
+        assert int(found.rpartition(" ")[2]) >= seen
+    assert losses(tmp_path / "job" / "log.jsonl") == first(undisturbed, 24)
+    assert_nothing_is_left(job.runtime)
+
+
+def one_manager(rank: int) -> None:
+    """As if there were no memory left for a second manager."""
+    from megatron_flex.loop import host_copies
+    from megatron_flex.twinlayer.errors import TwinError
+
+    start_ = host_copies.start
+    started: list[bool] = []
+
+    def once(*arguments: Any) -> bool:
+        if started:
+            raise TwinError("the manager of host copies cannot run: too little memory")
+        started.append(True)
+        return start_(*arguments)
+
+    host_copies.start = once  # type: ignore[assignment]
+
+
+def test_without_a_second_manager_it_is_said_once_and_the_disk_takes_its_place(
     flags: list[str], undisturbed: dict[int, list[float]], tmp_path: Path
 ) -> None:
     saves = tmp_path / "checkpoints"
-    every = f"--flexpipe-twin-snapshot 2 --save {saves} --load {saves} --save-interval 8".split()
-    with start(tmp_path / "job", flags, 24, *every) as job:
+    every = f"--flexpipe-switch handover --flexpipe-twin-snapshot 2 --save {saves} --load {saves}"
+    more = [*every.split(), "--save-interval", "8"]
+    with start(tmp_path / "job", flags, 24, *more, before=one_manager, max_restarts=1) as job:
         assert job.run(60.0, reached(job, 3)) is None, job.output
-        (manager,) = job.managers()
-        os.kill(manager["pid"], signal.SIGKILL)
+        kill_manager(job)
         assert job.run(60.0, reached(job, 12)) is None, job.output
-        warnings = [line for line in job.output.splitlines() if "warning" in line]
-        assert len(warnings) == 1
-        assert "the manager of host copies of this server" in warnings[0]
-        assert "has ended. Training goes on" in warnings[0]
+        (warning,) = warnings(job)
+        assert "has ended. Training goes on without host copies:" in warning
+        assert "too little memory" in warning
+        assert not list(job.runtime.glob("*"))
         job.kill(1)
         assert job.run(120.0) == 0, job.output
         assert "random weights" in starts(job)[0]

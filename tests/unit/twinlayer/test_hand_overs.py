@@ -81,6 +81,23 @@ def test_a_reader_starts_after_the_first_chunk() -> None:
         assert torch.equal(got, source)
 
 
+def test_chunks_are_larger_where_several_transfers_are_under_way() -> None:
+    with manager(Shape(0, 0, 16 * entry_bytes(BYTES))) as socket:
+        writer = join(socket, 0)
+        chunks = []
+        for serial in (1, 2):  # what the first switch placed is written before the second
+            listed = [HandOver(0, number, BYTES, 1) for number in range(4)]
+            writer.hand_overs.reserve(serial, listed)
+            for one in listed:
+                entry = writer.hand_overs.entry(0, one.slab)
+                assert entry is not None
+                chunks.append(entry.chunk_bytes)
+                writer.hand_overs.write(entry, slab(serial)).result(10)
+        assert chunks[:4] == chunks[4:] == sorted(chunks[:4])
+        assert chunks[3] >= 2 * chunks[0]
+        assert chunks[3] <= 1 << 20
+
+
 def test_what_has_no_room_is_said_to_both_ends_alike() -> None:
     with manager(Shape(0, 0, entry_bytes(BYTES))) as socket:
         writer, reader = join(socket, 0), join(socket, 1)

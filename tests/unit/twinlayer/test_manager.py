@@ -230,6 +230,18 @@ def test_a_manager_that_hangs_is_given_up() -> None:
             os.kill(pid, signal.SIGCONT)
 
 
+def test_its_end_is_seen_without_asking() -> None:
+    with manager(SMALL) as socket:
+        pid = status(socket)["pid"]
+        worker = join(socket)
+        assert not worker.lost
+        os.kill(pid, signal.SIGKILL)
+        deadline = time.monotonic() + 5
+        while not worker.lost:
+            assert time.monotonic() < deadline
+        worker.close()
+
+
 def test_another_users_directory_is_not_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

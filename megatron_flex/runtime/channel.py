@@ -1,0 +1,85 @@
+"""World-wide point-to-point messages of one kind."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+
+
+class Message(Protocol):
+    """A message under way."""
+
+    def wait(self, timeout: timedelta) -> bool:
+        """Return when it is done; raises ``RuntimeError``."""
+
+    def is_completed(self) -> bool:
+        """Whether it is done."""
+
+
+@dataclass(frozen=True)
+class Staged:
+    """A message to or from a GPU over gloo, which reads and writes host memory only.
+
+    ``host`` is what travels. A receiver's wait queues the copy to ``target`` on the current stream.
+    """
+
+    work: dist.Work
+    host: torch.Tensor
+    target: torch.Tensor | None = None
+
+    def wait(self, timeout: timedelta) -> bool:
+        """Return when the message is there, or delivered."""
+        done: bool = self.work.wait(timeout)
+        if self.target is not None:
+            self.target.copy_(self.host, non_blocking=True)
+        return done
+
+    def is_completed(self) -> bool:
+        """Whether the message is there, or delivered."""
+        return self.work.is_completed()
+
+
+@dataclass(frozen=True)
+class Channel:
+    """Point-to-point traffic of one kind, one group for each direction.
+
+    With NCCL a receive that is posted early would block the sends behind it on the same group;
+    with one group for messages to higher ranks and one for those to lower ranks it cannot.
+
+    ``staged``: tensors on a GPU go by way of host memory. Workers that share a GPU use gloo, since
+    NCCL wants one GPU for each.
+    """
+
+    rank: int
+    up: dist.ProcessGroup
+    down: dist.ProcessGroup
+    staged: bool = False
+
+    @classmethod
+    def create(cls, device: torch.device, timeout: timedelta) -> Channel:
+        """Make both groups. Collective."""
+        up, down = (dist.new_group(timeout=timeout) for _ in range(2))
+        staged = device.type != "cpu" and dist.get_backend() == "gloo"
+        return cls(dist.get_rank(), up, down, staged)
+
+    def send(self, tensor: torch.Tensor, peer: int) -> Message:
+        """Begin to send; ``tensor`` must stay as it is until the message is done."""
+        data = self._host(tensor).copy_(tensor) if self.staged else tensor
+        work = dist.isend(data, peer, group=self.up if peer > self.rank else self.down)
+        assert work is not None
+        return Staged(work, data) if self.staged else work
+
+    def receive(self, tensor: torch.Tensor, peer: int) -> Message:
+        """Begin to receive into ``tensor``."""
+        data = self._host(tensor) if self.staged else tensor
+        work = dist.irecv(data, peer, group=self.down if peer > self.rank else self.up)
+        assert work is not None
+        return Staged(work, data, tensor) if self.staged else work
+
+    @staticmethod
+    def _host(tensor: torch.Tensor) -> torch.Tensor:
+        return torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
