@@ -68,7 +68,8 @@ class Fitter:
         costs = self._costs
         if len(costs.devices) > MOST_DEVICES:
             return price
-        if price.missing <= 0 and max(price.device_bytes) <= CLEAR * costs.budget:
+        clear = max(price.device_bytes) <= CLEAR * costs.budget
+        if price.missing <= 0 and clear and not price.plan.o_plan.lean:
             return price
         key = (price.plan.stages, pricer.batch.tokens.tobytes(), pricer.batch.squares.tobytes())
         if key not in self._known:
@@ -90,7 +91,8 @@ class Fitter:
         """The plan's layout with all the memory optimisation there is."""
         tables = pricer.problem.tables
         parts = [optimise(tables, group, whole=True) for group in groups_of(tables, plan)]
-        return self._as_it_is(pricer, Plan(plan.stages, o_plan(tables, parts)), 0.0)
+        smallest = replace(o_plan(tables, parts), lean=self._can_be_lean(plan))
+        return self._as_it_is(pricer, Plan(plan.stages, smallest), 0.0)
 
     def peaks(self, plan: Plan, batch: Batch) -> tuple[float, ...]:
         """Peak bytes of every device of the world."""
