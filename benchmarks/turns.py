@@ -83,7 +83,7 @@ def main() -> None:
                 gate.wait(SECONDS)
                 gate.wait(SECONDS)
                 if round_:  # the first one warms up
-                    found[n].append(list(taken))
+                    found[n].append(taken[:])
                 gate.wait(SECONDS)
         for process in processes:
             process.join(SECONDS)

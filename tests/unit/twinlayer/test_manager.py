@@ -234,12 +234,13 @@ def test_its_end_is_seen_without_asking() -> None:
     with manager(SMALL) as socket:
         pid = status(socket)["pid"]
         worker = join(socket)
-        assert not worker.lost
+        before = worker.lost
         os.kill(pid, signal.SIGKILL)
         deadline = time.monotonic() + 5
-        while not worker.lost:
-            assert time.monotonic() < deadline
+        while not (now := worker.lost) and time.monotonic() < deadline:
+            time.sleep(0.01)
         worker.close()
+    assert (before, now) == (False, True)
 
 
 def test_another_users_directory_is_not_used(
