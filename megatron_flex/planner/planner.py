@@ -305,13 +305,20 @@ class Planner:
     ) -> list[Judged]:
         """Simulate candidates, most promising first.
 
-        The closed form is at or below the simulation, so what it puts above a simulated one by
-        more than the margin cannot win, and is not simulated.
+        What the estimates put above a simulated one by more than the margin is not simulated: the
+        closed form is at or below the simulation, except on uneven degrees, where the nearer
+        estimate is.
         """
         judged: list[Judged] = []
         best = math.inf
-        for candidate in sorted(few, key=lambda c: c.seconds):
-            beaten = candidate.seconds * (1.0 - self.options.margin) >= best
+
+        def least(candidate: Candidate) -> float:
+            pricer = finder.pricers[candidate.micro_batching]
+            nearer = pricer.refined(candidate.price) + candidate.switch_seconds
+            return min(candidate.seconds, nearer)
+
+        for seconds, candidate in sorted(((least(c), c) for c in few), key=lambda pair: pair[0]):
+            beaten = seconds * (1.0 - self.options.margin) >= best
             if beaten and candidate is not settled:
                 judged.append(Judged(candidate, None))
                 continue
