@@ -10,6 +10,7 @@ import json
 import os
 import sys
 from collections import deque
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -80,12 +81,16 @@ class PlannedPlans:
 
     change = True
 
-    def __init__(self, config: Config, parts: Parts, world: World, iteration: int) -> None:
+    def __init__(
+        self, config: Config, parts: Parts, world: World, iteration: int, samples: int
+    ) -> None:
+        """Plans from ``iteration`` on, which starts after ``samples`` samples."""
         assert parts.train is not None, "a planner needs training data"
         self._world = world
         self._source: BatchSource = parts.train
-        self._batch_sizes = config.training.batch_sizes
+        self._size: Callable[[int], int] = config.training.batch_sizes.size
         self._first = iteration
+        self._starts = [samples]  # samples before each iteration from the first on
         self._window = config.flexpipe.flexpipe_lookahead
         self._choice = Choice(parts.plan, reason="static")
         self._predicted: dict[int, float] = {}
@@ -212,8 +217,11 @@ class PlannedPlans:
 
     def _lengths(self, iteration: int) -> tuple[int, ...]:
         """Sample lengths of an iteration's batch, from the index."""
-        first = self._batch_sizes.consumed_samples(iteration)
-        batch = self._source.batch(first, self._batch_sizes.size(first))
+        starts = self._starts
+        while len(starts) <= iteration - self._first:
+            starts.append(starts[-1] + self._size(starts[-1]))
+        first = starts[iteration - self._first]
+        batch = self._source.batch(first, self._size(first))
         return tuple(batch.lengths.tolist())
 
     def _warn(self, what: str) -> None:
