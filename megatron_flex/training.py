@@ -16,7 +16,12 @@ from megatron_flex.data.errors import DataError
 from megatron_flex.data.global_batch import GlobalBatch
 from megatron_flex.learning_rate import LearningRateSchedule, ScheduleError
 from megatron_flex.loop.assemble import Parts, assemble
-from megatron_flex.loop.checkpointing import Checkpoints, Restored, resumed_iteration
+from megatron_flex.loop.checkpointing import (
+    Checkpoints,
+    Restored,
+    resumed_iteration,
+    resumed_samples,
+)
 from megatron_flex.loop.evaluation import evaluate
 from megatron_flex.loop.host_copies import HostCopies
 from megatron_flex.loop.iteration import Iterations, cost_coefficients
@@ -99,7 +104,16 @@ class Trainer:
             check_restartable()
         self.copies = HostCopies(config, world, parts.model.layers.num_slabs)
         first = self.copies.start_from(resumed_iteration(config.checkpoint))
-        self.plans = open_plans(config, parts, world, first)
+        version = self.copies.found
+        self.plans = open_plans(
+            config,
+            parts,
+            world,
+            first,
+            resumed_samples(config.checkpoint)
+            if version is None or version.common is None
+            else version.common["progress"]["consumed_samples"],
+        )
         self.choice = self.plans.at(first)
         plan = self.choice.plan
         exact = config.flexpipe.flexpipe_bitwise

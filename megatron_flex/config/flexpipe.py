@@ -30,14 +30,14 @@ class FlexpipeOptions:
     """Who plans: the best sequence over the coming batches; the paper's algorithm; every layout
     (for a few workers and layers); or the best single layout, which then stays."""
 
-    flexpipe_lookahead: int = option(4, own=True, at_least=1)
+    flexpipe_lookahead: int = option(4, own=True, at_least=1, at_most=1000)
     """Coming batches that are planned together; with --flexpipe-planner static, the batches that
     the layout is chosen for."""
 
     flexpipe_unit: Literal["block", "layer"] = option("block", own=True)
     """What stages are cut between: halves of layers, or whole layers as in the paper."""
 
-    flexpipe_memory_budget_gb: float | None = option(None, own=True, above=0)
+    flexpipe_memory_budget_gb: float | None = option(None, own=True, above=0, at_most=1e9)
     """Memory of a worker that training may fill, in 10^9 bytes. The planner keeps to it (not set:
     to what --flexpipe-cluster says); iterations that use more are counted in the log."""
 
@@ -71,7 +71,7 @@ class FlexpipeOptions:
     When workers die and torchrun starts them again (--max-restarts), they continue from the newest;
     if it is lost too, from --load. Takes the memory of two versions (three when it is 1)."""
 
-    flexpipe_twin_timeout: float = option(300.0, own=True, above=0)
+    flexpipe_twin_timeout: float = option(300.0, own=True, above=0, at_most=1e9)
     """Seconds for which versions in host memory outlast the workers, until these are started
     again."""
 

@@ -324,7 +324,7 @@ def _parallel(config: Config) -> Problems:
         "decoder_last_pipeline_num_layers",
     )
     f = config.flexpipe
-    whole = "--flexpipe-plan" if f.flexpipe_plan is not None else "--flexpipe-plans"
+    whole = "--flexpipe-plan" if f.flexpipe_plans is None else "--flexpipe-plans"
     if f.flexpipe_plan is not None or f.flexpipe_plans is not None:
         for name in (*layout, *(("flexpipe_plan",) if f.flexpipe_plans is not None else ())):
             if name in config.given:

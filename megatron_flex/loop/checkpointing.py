@@ -178,6 +178,18 @@ def resumed_iteration(options: CheckpointOptions) -> int:
     return 0 if found is None or found[1].finetune else found[2]
 
 
+def resumed_samples(options: CheckpointOptions) -> int:
+    """Training samples that the run to be started has behind it.
+
+    Not always those of so many of its own iterations: the run before may have had another batch
+    size (``--override-opt_param-scheduler``).
+    """
+    found = find(options)
+    if found is None or found[1].finetune:
+        return 0
+    return int(read_common(found[0], found[2])["progress"]["consumed_samples"])
+
+
 def saved_arguments(options: CheckpointOptions) -> dict[str, Any]:
     """The arguments that the checkpoint of ``--load`` was written with."""
     assert options.load is not None

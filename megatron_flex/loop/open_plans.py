@@ -9,11 +9,14 @@ from megatron_flex.loop.plans import Plans, ScriptedPlans, StaticPlan, read_plan
 from megatron_flex.runtime.world import World
 
 
-def open_plans(config: Config, parts: Parts, world: World, iteration: int) -> Plans:
-    """The source of plans that the flags ask for, for a run that starts at ``iteration``."""
+def open_plans(config: Config, parts: Parts, world: World, iteration: int, samples: int) -> Plans:
+    """The source of plans that the flags ask for.
+
+    The run starts at ``iteration``, after ``samples`` samples.
+    """
     model, static = parts.model, parts.plan
     if config.flexpipe.flexpipe:
-        return PlannedPlans(config, parts, world, iteration)
+        return PlannedPlans(config, parts, world, iteration, samples)
     path = config.flexpipe.flexpipe_plans
     if path is not None:
         return ScriptedPlans(read_plans(path, model.layers.num_units, config.world_size))

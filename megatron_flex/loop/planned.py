@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -25,13 +26,15 @@ from megatron_flex.loop.planner_process import PlannerGoneError, PlannerProcess
 from megatron_flex.loop.plans import Choice
 from megatron_flex.planner.options import PlannerOptions
 from megatron_flex.planner.plan import Plan, PlanError
-from megatron_flex.planner.service import Answer, Cut, Question, Service, Setup
+from megatron_flex.planner.service import REMEMBERED, Answer, Cut, Question, Service, Setup
 from megatron_flex.runtime.world import World
 
 STARTUP = 120.0
 """Seconds that the first decisions may take: the process starts, and nothing trains meanwhile."""
 PATIENCE = 0.05
 """Seconds to wait for a decision at an iteration's boundary before the plan stays."""
+UNANSWERED = 2
+"""A planner that owes so many answers is asked nothing more: it would fall further behind."""
 
 
 def planner_setup(config: Config, parts: Parts, world_size: int) -> Setup:
@@ -78,18 +81,21 @@ class PlannedPlans:
 
     change = True
 
-    def __init__(self, config: Config, parts: Parts, world: World, iteration: int) -> None:
+    def __init__(
+        self, config: Config, parts: Parts, world: World, iteration: int, samples: int
+    ) -> None:
+        """Plans from ``iteration`` on, which starts after ``samples`` samples."""
         assert parts.train is not None, "a planner needs training data"
         self._world = world
         self._source: BatchSource = parts.train
-        self._sizes: Callable[[int], int] = config.training.batch_sizes.size
-        self._first_sample = _samples_before(config, iteration)
+        self._size: Callable[[int], int] = config.training.batch_sizes.size
         self._first = iteration
+        self._starts = [samples]  # samples before each iteration from the first on
         self._window = config.flexpipe.flexpipe_lookahead
         self._choice = Choice(parts.plan, reason="static")
         self._predicted: dict[int, float] = {}
-        self._measured: list[tuple[float, float]] = []
-        self._memory: list[float] = []
+        self._measured: deque[tuple[float, float]] = deque(maxlen=REMEMBERED)
+        self._memory: deque[float] = deque(maxlen=REMEMBERED)
         self._missed = 0
         self._process: PlannerProcess | None = None
         self._setup: Setup | None = None
@@ -194,7 +200,7 @@ class PlannedPlans:
             return None
 
     def _ask(self, iteration: int, *, running: bool = True) -> None:
-        if self._process is None:
+        if self._process is None or self._process.unanswered >= UNANSWERED:
             return
         window = tuple(self._lengths(iteration + i) for i in range(self._window))
         question = Question(
@@ -207,18 +213,15 @@ class PlannedPlans:
         )
         self._measured.clear()
         self._memory.clear()
-        try:
-            self._process.ask(question)
-        except PlannerGoneError as error:
-            self._warn(str(error))
-            self._process = None
+        self._process.ask(question)
 
     def _lengths(self, iteration: int) -> tuple[int, ...]:
         """Sample lengths of an iteration's batch, from the index."""
-        first = self._first_sample
-        for _ in range(self._first, iteration):
-            first += self._sizes(first)
-        batch = self._source.batch(first, self._sizes(first))
+        starts = self._starts
+        while len(starts) <= iteration - self._first:
+            starts.append(starts[-1] + self._size(starts[-1]))
+        first = starts[iteration - self._first]
+        batch = self._source.batch(first, self._size(first))
         return tuple(batch.lengths.tolist())
 
     def _warn(self, what: str) -> None:
@@ -239,8 +242,3 @@ def _told(choice: Choice, problem: str = "") -> str:
             "problem": problem,
         }
     )
-
-
-def _samples_before(config: Config, iteration: int) -> int:
-    """Samples consumed before an iteration."""
-    return config.training.batch_sizes.consumed_samples(iteration)

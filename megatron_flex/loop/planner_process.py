@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import queue
 import subprocess
@@ -32,21 +33,33 @@ class PlannerProcess:
             text=True,
         )
         self._answers: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+        self._lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+        self._unanswered = 0
         assert self._process.stdout is not None
-        reader = threading.Thread(
-            target=self._read, args=(self._process.stdout,), name="planner answers", daemon=True
-        )
-        reader.start()
-        self._write(setup.to_json())
+        assert self._process.stdin is not None
+        for name, target, stream in (
+            ("planner answers", self._read, self._process.stdout),
+            # A pipe that nobody reads is full at 64 KiB: a process that is stopped must not stop
+            # who asks.
+            ("planner questions", self._write, self._process.stdin),
+        ):
+            threading.Thread(target=target, args=(stream,), name=name, daemon=True).start()
+        self._lines.put(setup.to_json())
 
     @property
     def pid(self) -> int:
         """Process number."""
         return self._process.pid
 
+    @property
+    def unanswered(self) -> int:
+        """Questions whose answers have not been taken."""
+        return self._unanswered
+
     def ask(self, question: Question) -> None:
-        """Put a question. Raises :class:`PlannerGoneError`."""
-        self._write(question.to_json())
+        """Put a question; never waits. If the process has ended, :meth:`take` says so."""
+        self._unanswered += 1
+        self._lines.put(question.to_json())
 
     def take(self, timeout: float) -> Answer | None:
         """The next answer, ``None`` if there is none within ``timeout`` seconds.
@@ -58,26 +71,27 @@ class PlannerProcess:
         except queue.Empty:
             return None
         if line is None:
+            self._answers.put(None)  # for who asks again
             raise self._gone()
+        self._unanswered -= 1
         return Answer.from_json(line)
 
     def close(self) -> None:
         """End the process."""
-        assert self._process.stdin is not None
+        self._lines.put(None)
         try:
-            self._process.stdin.close()
             self._process.wait(2.0)
-        except (OSError, subprocess.TimeoutExpired):
+        except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
 
-    def _write(self, line: str) -> None:
-        assert self._process.stdin is not None
-        try:
-            self._process.stdin.write(line + "\n")
-            self._process.stdin.flush()
-        except OSError as error:
-            raise self._gone() from error
+    def _write(self, stream: IO[str]) -> None:
+        with contextlib.suppress(OSError):  # it has ended, and the answers too
+            for line in iter(self._lines.get, None):
+                stream.write(line + "\n")
+                stream.flush()
+        with contextlib.suppress(OSError):
+            stream.close()
 
     def _read(self, stream: IO[str]) -> None:
         for line in stream:

@@ -18,7 +18,9 @@ _STAGE = re.compile(
 )
 
 
-_UNITS = re.compile(r"\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*")
+_UNITS = re.compile(r"\d+(?:\s*-\s*\d+)?(?:\s*,\s*\d+(?:\s*-\s*\d+)?)*")
+_LARGEST = 1_000_000
+"""No unit or device has a larger number: a text with one is refused before its ranges are made."""
 
 
 class PlanError(ValueError):
@@ -85,7 +87,7 @@ class OPlan:
         lean = "lean" in fields
         for field in (f for f in fields if f and f != "lean"):
             name, _, units = field.partition(" ")
-            units = units.replace(" ", "")
+            units = units.strip()
             if name not in ("recompute", "optimizer", "activations") or name in found:
                 raise PlanError(
                     f"'{field}' in a plan: expected each of recompute, optimizer, activations at"
@@ -157,19 +159,24 @@ class Plan:
         """Raise :class:`PlanError` unless the plan fits a model and a world size."""
         if self.num_units != num_units:
             raise PlanError(
-                f"the plan '{self}' covers {self.num_units} units, the model has {num_units}"
+                f"the plan '{self._shown}' covers {self.num_units} units, the model has {num_units}"
                 " (embedding, attention and MLP of each layer, head)"
             )
         if self.devices[-1] >= num_devices:
             raise PlanError(
-                f"the plan '{self}' names device {self.devices[-1]}, but there are {num_devices}"
-                f" workers (0 to {num_devices - 1})"
+                f"the plan '{self._shown}' names device {self.devices[-1]}, but there are"
+                f" {num_devices} workers (0 to {num_devices - 1})"
             )
 
     @cached_property
     def _text(self) -> str:
         stages = " | ".join(map(str, self.stages))
         return f"{stages} ; {self.o_plan}" if self.o_plan else stages
+
+    @property
+    def _shown(self) -> str:
+        """The text form, or its begin where it would fill a screen."""
+        return self._text if len(self._text) <= 500 else f"{self._text[:500]}..."
 
     def __str__(self) -> str:
         return self._text
@@ -195,6 +202,8 @@ def _numbers(text: str) -> tuple[int, ...]:
     numbers: list[int] = []
     for part in text.split(","):
         first, _, last = part.partition("-")
+        if max(int(first), int(last or first)) > _LARGEST:
+            raise PlanError(f"'{part}' in a plan: no unit or device has such a number")
         if int(last or first) < int(first):
             raise PlanError(f"'{part}' in a plan is empty: write the lower number first")
         numbers.extend(range(int(first), int(last or first) + 1))

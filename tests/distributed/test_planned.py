@@ -12,8 +12,11 @@ from pathlib import Path
 import pytest
 
 from megatron_flex.arguments import parse
+from megatron_flex.data.batches import BatchSource
+from megatron_flex.data.global_batch import GlobalBatch
 from megatron_flex.loop import planned
 from megatron_flex.loop.assemble import assemble
+from megatron_flex.loop.planner_process import PlannerProcess
 from megatron_flex.planner.plan import Plan
 from megatron_flex.planner.service import Question, Service
 from megatron_flex.training import Trainer
@@ -172,6 +175,44 @@ def test_training_goes_on_without_its_planner(
     assert all(r.notes.get("action", "") == "" for r in run.history.iterations[6:])
     lost, kept = ([loss for (loss,) in r.losses] for r in (run, undisturbed))
     assert lost == pytest.approx(kept, rel=1e-6)
+
+
+def looked_at(argv: Sequence[str]) -> tuple[dict[int, tuple[int, ...]], dict[int, tuple[int, ...]]]:
+    """Train; the sample lengths of each iteration, as the planner was asked and as trained on."""
+    asked: dict[int, tuple[int, ...]] = {}
+    trained: dict[int, tuple[int, ...]] = {}
+    ask, step = PlannerProcess.ask, Trainer._step
+
+    def note_question(process: PlannerProcess, question: Question) -> None:
+        asked[question.iteration] = question.window[0]
+        ask(process, question)
+
+    def note_batch(trainer: Trainer, source: BatchSource, batch: GlobalBatch) -> object:
+        trained[trainer.progress.iteration] = tuple(batch.lengths.tolist())
+        return step(trainer, source, batch)
+
+    PlannerProcess.ask = note_question  # type: ignore[method-assign, assignment]
+    Trainer._step = note_batch  # type: ignore[method-assign, assignment]
+    try:
+        runs.train(argv)
+    finally:
+        PlannerProcess.ask, Trainer._step = ask, step  # type: ignore[method-assign]
+    return asked, trained
+
+
+def test_after_a_change_of_batch_size_the_planner_looks_at_the_batches_that_come(
+    workers: WorkerPool, data: str, tmp_path: Path
+) -> None:
+    stored = ["--save", str(tmp_path), "--load", str(tmp_path), "--save-interval", "3"]
+    first = flags(data, *stored, "--train-iters", "3", budget="1")
+    workers.run(1, looked_at, tuple(first))
+    more = ["--global-batch-size", "12", "--override-opt_param-scheduler"]
+    asked, trained = workers.run(1, looked_at, tuple(flags(data, *stored, *more, budget="1")))[0]
+    assert min(trained) == 3
+    compared = sorted(asked.keys() & trained.keys())
+    assert len(compared) > 2
+    for iteration in compared:
+        assert asked[iteration] == trained[iteration], f"iteration {iteration}"
 
 
 def test_without_its_planner_a_batch_that_does_not_fit_ends_the_run(

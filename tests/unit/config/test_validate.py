@@ -166,6 +166,14 @@ WRONG: list[tuple[str, tuple[str, ...], str]] = [
         (),
         "--flexpipe-plan: the plan .* covers 9 units, the model has 10",
     ),
+    (
+        "--flexpipe-plan 0:10@0-3 --flexpipe-plans x",
+        (),
+        "--flexpipe-plan has no effect with --flexpipe-plans",
+    ),
+    ("--flexpipe-memory-budget-gb 1e300", (), "must be at most"),
+    ("--flexpipe --flexpipe-lookahead 1000000000", (), "must be at most 1000"),
+    ("--flexpipe-twin-snapshot 5 --flexpipe-twin-timeout 1e300", (), "must be at most"),
     ("--flexpipe-twin-timeout 9", (), "no effect without --flexpipe-twin-snapshot"),
     ("--flexpipe-twin-snapshot 5 --flexpipe-no-twin", (), "keeps what --flexpipe-no-twin forbids"),
     (

@@ -37,6 +37,7 @@ def test_the_text_form_is_as_documented() -> None:
     assert plan != Plan(plan.stages)
     assert str(Plan.parse("0:5@0-1;lean ; optimizer 3")) == "0:5@0,1 ; optimizer 3 ; lean"
     assert plan.stages == Plan(plan.stages).stages
+    assert Plan.parse("0:5@0;optimizer  1 - 2 , 4").o_plan.optimizer == (1, 2, 4)
 
 
 @pytest.mark.parametrize(
@@ -50,9 +51,19 @@ def test_the_text_form_is_as_documented() -> None:
         ("0:5@0 ; recompute 1 ; recompute 2", "at most once"),
         ("0:5@0 ; forget 1", "recompute, optimizer, activations"),
         ("0:5@0 ; optimizer x", "not units"),
+        ("0:5@0 ; optimizer 1 2", "'1 2' are not units"),
+        ("0:5@0 ; recompute 1-2 4", "'1-2 4' are not units"),
+        ("0:5@0 ; recompute 0-99999999999", "no unit or device has such a number"),
+        ("0:5@0-99999999999", "no unit or device has such a number"),
         ("0:5@a", "expected START:STOP@DEVICES"),
     ],
 )
 def test_a_bad_text_says_what_is_wrong(text: str, message: str) -> None:
     with pytest.raises(PlanError, match=message):
         Plan.parse(text)
+
+
+def test_the_message_about_a_plan_of_very_many_devices_can_be_read() -> None:
+    with pytest.raises(PlanError, match=r"covers 9 units, the model has 8") as caught:
+        Plan.parse("0:9@0-99999").check(8, 4)
+    assert len(str(caught.value)) < 1000

@@ -3,6 +3,7 @@ from __future__ import annotations
 import io
 import os
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -155,6 +156,24 @@ def test_a_killed_process_is_an_error_and_no_wait(process: PlannerProcess) -> No
     with pytest.raises(PlannerGoneError, match="has ended"):
         process.take(30.0)
     assert time.monotonic() - began < 5.0
+
+
+def test_questions_to_a_stopped_process_do_not_wait(process: PlannerProcess) -> None:
+    os.kill(process.pid, signal.SIGSTOP)
+    asked: list[int] = []
+
+    def ask() -> None:
+        for iteration in range(4):  # a pipe takes 64 KiB
+            process.ask(Question(iteration, ((64,) * 20_000,)))
+            asked.append(process.unanswered)
+
+    thread = threading.Thread(target=ask, daemon=True)
+    thread.start()
+    thread.join(10.0)
+    assert asked == [1, 2, 3, 4]
+    began = time.monotonic()
+    process.close()
+    assert time.monotonic() - began < 10.0
 
 
 def test_a_closed_process_has_ended(process: PlannerProcess) -> None:
