@@ -74,7 +74,7 @@ $(VENV)/.made:
 # What running needs. The library is built by its own rule below, so that an edited kernel does
 # not install anything again.
 $(VENV)/.runtime: $(VENV)/.made pyproject.toml constraints.txt setup.py
-	@echo "Installing (PyTorch is the large part)"
+	@echo "Installing (PyTorch is the large part), and building the native library"
 	@$(PIP) install -c constraints.txt setuptools
 	@command -v cmake >/dev/null || $(PIP) install -c constraints.txt cmake
 	@$(PIP) install -c constraints.txt --no-build-isolation -e .

@@ -17,6 +17,7 @@ layout of ZB-V.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import sys
 from collections.abc import Sequence
@@ -156,13 +157,16 @@ def _costs(relative: dict[str, list[list[float]]], seconds: float) -> OpCosts:
 def main(given: Sequence[str] | None = None) -> int:
     """Draw what the command line asks for; the exit status."""
     args = parse_arguments(given)
+    if args.output and importlib.util.find_spec("matplotlib") is None:
+        print("draw_schedule: --output needs matplotlib: pip install matplotlib", file=sys.stderr)
+        return 2
     names = [str(args.program)] if args.program else args.schedule
     traced: dict[str, Placement] = {}
     if args.trace:
         try:
             traced = planned_and_actual(args.trace, args.iteration)
         except (OSError, ValueError, KeyError) as error:
-            print(f"draw_schedule: {args.trace} is no trace of a run: {error}", file=sys.stderr)
+            print(f"draw_schedule: {args.trace} cannot be drawn: {error}", file=sys.stderr)
             return 2
         names = list(traced)
     for number, name in enumerate(names):

@@ -43,10 +43,10 @@ def page() -> str:
     """The whole page."""
     parts = [INTRODUCTION]
     for name, group in GROUPS.items():
-        parts.append(f"## {name.replace('_', ' ').capitalize()}\n\n{group.__doc__}\n")
+        about = " ".join((group.__doc__ or "").split())
+        parts.append(f"## {name.replace('_', ' ').capitalize()}\n\n{about}\n")
         parts.append(_table(("Flag", "Default", "Meaning"), map(_row, options(group))))
-    parts.append("## Refused\n\nFlags of Megatron-LM, and of later versions of this package, that")
-    parts[-1] += " are an error.\n"
+    parts.append("## Refused\n\nFlags of Megatron-LM that are an error.\n")
     rows = (
         (", ".join(f"`{flag}`" for flag in r.flags), _sentence(r.reason), _sentence(r.instead))
         for r in FLAGS

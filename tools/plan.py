@@ -7,7 +7,8 @@
 ``--batch-file`` has one global batch a line: the lengths of its samples in tokens, separated by
 spaces (blank lines and lines that begin with # are skipped). Its batches are planned one after the
 other, each decision from the plan before it. ``--mock-batches N`` draws N batches from the
-published FLANv2 length statistics instead.
+published FLANv2 length statistics instead. Each batch may be cut into micro-batches in several ways
+(``--micro-batch-tokens``), of which the best is taken; the trainer has one.
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ from megatron_flex.planner.plan import Plan, PlanError
 from megatron_flex.planner.planner import Planner
 from megatron_flex.planner.presets import MODELS, model
 from megatron_flex.planner.switching import Running
+from megatron_flex.schedule.list_scheduler import POLICIES
 
 
 def parser() -> argparse.ArgumentParser:
@@ -74,7 +76,10 @@ def parser() -> argparse.ArgumentParser:
         help="greedy is the exact search for each batch by itself",
     )  # fmt: skip
     p.add_argument("--unit", choices=["block", "layer"], default="block", help="what is placed")
-    p.add_argument("--schedule", default="zb", help="schedule that executes the plan")
+    p.add_argument(
+        "--schedule", choices=[*POLICIES], default="1f1b",
+        help="schedule that executes the plan; the trainer has 1f1b and gpipe",
+    )  # fmt: skip
     p.add_argument("--v", action="store_true", help="also consider plans in a V")
     p.add_argument("--time-model", choices=["pipeline", "paper"], default="pipeline",
                    help="paper: eq. 1, for --planner hbsa")  # fmt: skip

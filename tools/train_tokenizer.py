@@ -75,7 +75,8 @@ def train(texts: list[str], vocab_size: int, model_type: str) -> bytes:
             minloglevel=2,
         )
     except (RuntimeError, ValueError, OSError) as error:
-        raise DataError(f"--vocab-size {vocab_size}: {error}") from error
+        reason = str(error).rpartition("] ")[2]  # without SentencePiece's line of source
+        raise DataError(f"--vocab-size {vocab_size}: {reason}") from error
     return model.getvalue()
 
 

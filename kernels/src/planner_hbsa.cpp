@@ -1,4 +1,4 @@
-// The paper's search (flexpipe.md section 6): cut L layers and all D devices into exactly N stages
+// The paper's search (docs/planner.md): cut L layers and all D devices into exactly N stages
 // within bounds, so that eq. 1, sum t + max(n - N + 1, 0) * max t, is least. The state is (stages,
 // layers, devices); each keeps the pairs (sum, max) that no other pair beats in both.
 #include <algorithm>

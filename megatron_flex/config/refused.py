@@ -24,7 +24,6 @@ def _refuse(flags: str, reason: str, instead: str) -> Refusal:
     return Refusal(tuple(f"--{name}" for name in flags.split()), reason, instead)
 
 
-_STATIC = "the plan is the same for all iterations in this version"
 _DENSE = "models are dense GPT and BERT"
 
 FLAGS: tuple[Refusal, ...] = (
@@ -49,7 +48,7 @@ FLAGS: tuple[Refusal, ...] = (
         "optimizer-cpu-offload optimizer-offload-fraction cpu-offloading-num-layers"
         " fine-grained-activation-offloading offload-modules",
         "what lives in the host's memory is part of a plan, unit by unit",
-        "name the units in --flexpipe-plan, or let --flexpipe choose them",
+        "name the units in --flexpipe-plan, or on CPUs let --flexpipe choose them",
     ),
     # Parallelism of other kinds.
     _refuse(

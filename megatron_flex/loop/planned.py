@@ -149,8 +149,7 @@ class PlannedPlans:
         decision = answer.decision
         self._predicted[iteration] = uncorrected = decision.predicted.seconds
         reason = "; ".join(
-            f"{r.condition}: {r.text} ({r.left:.4g} against {r.right:.4g} {r.unit}:"
-            f" {'yes' if r.holds else 'no'})"
+            f"{r.condition}: {r.text} ({r.sides}: {'yes' if r.holds else 'no'})"
             for r in decision.reasons
         )
         return _told(

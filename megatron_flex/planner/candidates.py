@@ -18,7 +18,7 @@ from megatron_flex.planner.tables import Arrivals
 TIE = 1e-6
 """Costs this close (relative) are equal."""
 V_FIRST_PASS = (0.35, 0.5, 0.65)
-"""Parts of the work that the first pass of a V template covers (flexpipe.md section 6)."""
+"""Parts of the work that the first pass of a V template covers (docs/planner.md)."""
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,7 @@ class Finder:
         return self._best[key]
 
     def _bound(self, batch: Batch) -> float:
-        """No plan for this micro-batching is faster (flexpipe.md section 6)."""
+        """No plan for this micro-batching is faster (docs/planner.md)."""
         coefficients = (self.units.forward + self.units.backward).sum(axis=1)
         alone = coefficients[0] + coefficients[1] * batch.tokens + coefficients[2] * batch.squares
         return max(float(alone.sum()) / len(self.units.devices), float(alone.max()))

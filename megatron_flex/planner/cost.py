@@ -3,7 +3,7 @@
 ``kernels/src/planner_cost.cpp`` is the fast twin; tests compare the two, and the exhaustive search
 uses this one.
 
-Time model ``pipeline`` (flexpipe.md section 5)::
+Time model ``pipeline`` (docs/planner.md)::
 
     T = max( max_g [ wait + work + tail + late + optimisation ], chain ) + max_g update
 
@@ -34,7 +34,7 @@ for every group g of devices that hold the same stages (one, or two in a V):
 ``update``
     of the optimizer, after the global norm has been agreed.
 
-``K`` forwards are in flight on each replica of a stage (flexpipe.md section 5): the part of the
+``K`` forwards are in flight on each replica of a stage (docs/planner.md): the part of the
 work from the stage to the end, times all devices, over the stage's replicas, rounded up; one more
 with split backward. Activation memory is that of the K largest micro-batches of any one replica.
 1F1B lets more be in flight where neighbouring stages have different degrees, if that fits

@@ -28,7 +28,7 @@ class Action(IntEnum):
 
 @dataclass(frozen=True)
 class Reason:
-    """One condition of the decision with both its sides (flexpipe.md section 5).
+    """One condition of the decision with both its sides (docs/planner.md).
 
     Attributes:
         condition: ``A`` to ``D``, or a rule's name.
@@ -44,6 +44,16 @@ class Reason:
     right: float
     unit: str
     holds: bool
+
+    @property
+    def sides(self) -> str:
+        """Both sides with their unit; bytes in GB, or where they are few in MB."""
+        if self.unit != "bytes":
+            return f"{self.left:.4f} s against {self.right:.4f} s"
+        large = max(self.left, self.right) >= 1e9
+        return " against ".join(
+            f"{v / 1e9:.3f} GB" if large else f"{v / 1e6:.1f} MB" for v in (self.left, self.right)
+        )
 
 
 @dataclass(frozen=True)

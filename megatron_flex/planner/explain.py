@@ -44,12 +44,8 @@ def degrees(values: tuple[int, ...]) -> str:
 
 def reason_text(reason: Reason) -> str:
     """One condition with both sides."""
-    if reason.unit == "bytes":
-        left, right = (f"{v / GB:.3f} GB" for v in (reason.left, reason.right))
-    else:
-        left, right = (f"{v:.4f} s" for v in (reason.left, reason.right))
     answer = "yes" if reason.holds else "no"
-    return f"{reason.condition:<6} {answer:<3} {reason.text} ({left} against {right})"
+    return f"{reason.condition:<6} {answer:<3} {reason.text} ({reason.sides})"
 
 
 def _time(predicted: Predicted) -> str:

@@ -1,4 +1,4 @@
-"""HBSA, the paper's planner (flexpipe.md section 6), with its bounds and its four triggers.
+"""HBSA, the paper's planner (docs/planner.md), with its bounds and its four triggers.
 
 1. N is the smallest number of stages with ``M_peak < N * M``.
 2. If N is not the current number of stages: stages of ``floor(L/N)`` to ``min(floor(L/N) +

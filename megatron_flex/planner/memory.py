@@ -1,6 +1,6 @@
 """Bytes of a model, unit by unit: parameters, gradients, optimizer state, activations.
 
-Per device (flexpipe.md section 5, ``M_peak = M_pgo + M_act + M_buf``, here for each device and not
+Per device (docs/planner.md, ``M_peak = M_pgo + M_act + M_buf``, here for each device and not
 in total):
 
 * parameters in the model's type, gradients in float32, AdamW's two moments in float32, and float32

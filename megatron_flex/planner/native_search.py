@@ -2,7 +2,7 @@
 
 A search cuts a sequence of *steps* into contiguous groups. For a straight pipeline the steps are
 the elements; for a V they are taken in turn from the front and from the back, so that each group
-holds a front chunk and a back chunk (flexpipe.md section 6, templates).
+holds a front chunk and a back chunk (docs/planner.md, templates).
 """
 
 from __future__ import annotations

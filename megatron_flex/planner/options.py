@@ -14,7 +14,7 @@ TimeModel = Literal["pipeline", "paper"]
 
 @dataclass(frozen=True)
 class PlannerOptions:
-    """Choices of the planner; each has a flag of the trainer and of ``tools/plan.py``.
+    """Choices of the planner; most have a flag of the trainer or of ``tools/plan.py``.
 
     Attributes:
         planner: who decides.
@@ -67,15 +67,13 @@ class PlannerOptions:
 
     def __post_init__(self) -> None:
         if self.lookahead < 1:
-            raise ValueError(f"--flexpipe-lookahead must be at least 1 batch, not {self.lookahead}")
+            raise ValueError(f"the look-ahead must be at least 1 batch, not {self.lookahead}")
         if not 0.0 <= self.margin < 1.0:
-            raise ValueError(f"--flexpipe-margin must be at least 0 and below 1, not {self.margin}")
+            raise ValueError(f"the margin must be at least 0 and below 1, not {self.margin}")
         if self.budget is not None and not 0 < self.budget < math.inf:
-            raise ValueError(
-                f"--flexpipe-memory-budget-gb must be positive, not {self.budget} bytes"
-            )
+            raise ValueError(f"the memory budget must be positive, not {self.budget} bytes")
         if self.time_model == "paper" and self.planner != "hbsa":
-            raise ValueError("the paper's time model belongs to --flexpipe-planner hbsa")
+            raise ValueError("the paper's time model belongs to the planner hbsa")
         for name in ("message_busy", "host_exposed", "travel"):
             if not 0.0 <= getattr(self, name) <= 1.0:
                 raise ValueError(f"{name} must be between 0 and 1, not {getattr(self, name)}")

@@ -1,7 +1,7 @@
 """Refines a plan's cuts by simulation: units move between neighbouring stages while it pays.
 
 The searches know a closed form; V templates also fix how the two passes are paired. A few steps of
-descent on the simulated schedule recover most of what that costs (flexpipe.md section 6).
+descent on the simulated schedule recover most of what that costs (docs/planner.md).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What a switch from one plan to the next costs, for each way of switching.
 
-Ways of getting a slab's state to a device that will need it (flexpipe.md section 4):
+Ways of getting a slab's state to a device that will need it (docs/flexpipe.md):
 
 * **drop**: the device holds more than it needs (grow). Nothing moves.
 * **join early**: parameters and optimizer state travel during the running iteration, as far as the

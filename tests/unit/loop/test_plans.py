@@ -55,6 +55,16 @@ def test_a_recording_can_be_replayed(tmp_path: Path) -> None:
     assert path.read_text().splitlines()[0] == "0:8@0  # iteration 1; action ①; A: it fits"
 
 
+def test_a_recording_that_begins_late_has_its_plans_in_their_lines(tmp_path: Path) -> None:
+    path = tmp_path / "record.txt"
+    recording = Recording(str(path), 2)
+    recording.add(2, Choice(TWO, "①"))
+    recording.add(3, Choice(ONE))
+    plans = ScriptedPlans(read_plans(str(path), 8, 2))
+    assert [plans.at(i).plan for i in range(4)] == [TWO, TWO, TWO, ONE]
+    assert path.read_text().splitlines()[1] == f"{TWO}  # iteration 2; not recorded"
+
+
 def test_a_recording_says_what_is_handed_over_after_the_update(tmp_path: Path) -> None:
     path = tmp_path / "record.txt"
     late = frozenset({(3, 1), (8, 0)})

@@ -83,7 +83,7 @@ def test_a_batch_file_is_planned_batch_by_batch(
         (["--lengths", "9", "--cluster", "moon"], "no cluster 'moon'"),
         (["--lengths", "9", "--current", "0:9@0"], "covers 9 units"),
         (["--lengths", "60000", "--memory-budget-gb", "3"], "lacks"),
-        (["--lengths", "9", "--time-model", "paper"], "belongs to --flexpipe-planner hbsa"),
+        (["--lengths", "9", "--time-model", "paper"], "belongs to the planner hbsa"),
         (["--lengths", "9", "--profile", "none.json"], "cannot read the profile"),
     ],
 )
