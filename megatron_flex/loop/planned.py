@@ -1,7 +1,8 @@
 """``--flexpipe``: a planner chooses the plan of every iteration while others are running.
 
 Rank 0 asks for iteration k+2 when the plan of k+1 is settled, and tells the others at the boundary.
-A planner that is late or gone never stops training: the plan stays, where the batch fits it.
+A planner that is late or gone never stops training: the plan stays where the batch fits it, and
+rank 0 decides where it does not.
 """
 
 from __future__ import annotations
@@ -142,11 +143,13 @@ class PlannedPlans:
             self._ask(iteration, running=False)
         startup = iteration <= self._first + 1
         answer = self._take(iteration, STARTUP if startup else PATIENCE)
-        if answer is None:
-            return self._keep(iteration)
-        if answer.decision is None:
+        return self._keep(iteration) if answer is None else self._decided(answer)
+
+    def _decided(self, answer: Answer) -> str:
+        """What an answer means, for all workers."""
+        decision, iteration = answer.decision, answer.iteration
+        if decision is None:
             return _told(self._choice, problem=answer.problem)
-        decision = answer.decision
         self._predicted[iteration] = uncorrected = decision.predicted.seconds
         reason = "; ".join(
             f"{r.condition}: {r.text} ({r.sides}: {'yes' if r.holds else 'no'})"
@@ -164,19 +167,25 @@ class PlannedPlans:
         )
 
     def _keep(self, iteration: int) -> str:
-        """The layout before stays, with what this batch needs for its memory, if it fits."""
+        """The layout before stays, with what this batch needs for its memory, if it fits.
+
+        If not, this worker decides in the planner's place while the others wait: training goes on.
+        """
         assert self._setup is not None
-        planner = Service(self._setup).planner
-        finder = planner.finder([self._setup.cut.batch(self._lengths(iteration))])
-        candidate = planner.fitted(finder, finder.best_of(self._choice.plan, None, "current"))
-        if not candidate.price.fits:
-            return _told(
-                self._choice,
-                problem=f"the planner gave no plan for iteration {iteration + 1}, and its batch"
-                f" does not fit the plan before it ({self._choice.plan}): a device lacks"
-                f" {candidate.price.shortfall:.0f} bytes of --flexpipe-memory-budget-gb",
-            )
-        return _told(Choice(candidate.plan, reason="kept: no decision"))
+        service = Service(self._setup)
+        finder = service.planner.finder([self._setup.cut.batch(self._lengths(iteration))])
+        current = finder.best_of(self._choice.plan, None, "current")
+        candidate = service.planner.fitted(finder, current)
+        if candidate.price.fits:
+            return _told(Choice(candidate.plan, reason="kept: no decision"))
+        answer = service.answer(self._question(iteration, running=iteration > self._first))
+        if answer.decision is not None:
+            return self._decided(answer)
+        return _told(
+            self._choice,
+            problem=f"the planner gave no plan for iteration {iteration + 1}, and its batch does"
+            f" not fit the plan before it ({self._choice.plan}): {answer.problem}",
+        )
 
     def _take(self, iteration: int, timeout: float) -> Answer | None:
         """The answer for ``iteration``, if it is there; older ones are passed over."""
@@ -201,8 +210,14 @@ class PlannedPlans:
     def _ask(self, iteration: int, *, running: bool = True) -> None:
         if self._process is None or self._process.unanswered >= UNANSWERED:
             return
+        question = self._question(iteration, running=running)
+        self._measured.clear()
+        self._memory.clear()
+        self._process.ask(question)
+
+    def _question(self, iteration: int, *, running: bool) -> Question:
         window = tuple(self._lengths(iteration + i) for i in range(self._window))
-        question = Question(
+        return Question(
             iteration,
             tuple(w for w in window if w),
             str(self._choice.plan) if running else None,
@@ -210,9 +225,6 @@ class PlannedPlans:
             tuple(self._measured),
             tuple(self._memory),
         )
-        self._measured.clear()
-        self._memory.clear()
-        self._process.ask(question)
 
     def _lengths(self, iteration: int) -> tuple[int, ...]:
         """Sample lengths of an iteration's batch, from the index."""
@@ -225,7 +237,9 @@ class PlannedPlans:
 
     def _warn(self, what: str) -> None:
         missed = f"{self._missed} decisions missed so far"
-        text = f"warning: {what}; the plan {self._choice.plan} stays ({missed})"
+        text = (
+            f"warning: {what}; the plan {self._choice.plan} stays if the batch fits it ({missed})"
+        )
         print(text, file=sys.stderr, flush=True)
 
 

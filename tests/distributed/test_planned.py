@@ -215,7 +215,19 @@ def test_after_a_change_of_batch_size_the_planner_looks_at_the_batches_that_come
         assert asked[iteration] == trained[iteration], f"iteration {iteration}"
 
 
-def test_without_its_planner_a_batch_that_does_not_fit_ends_the_run(
+def test_without_its_planner_batches_that_do_not_fit_the_plan_before_get_another(
+    workers: WorkerPool, data: str
+) -> None:
+    # As above, but with memory for the whole model on no worker: some batches need other stages.
+    argv = [*flags(data, budget="0.00046"), "--train-iters", "30", "--micro-batch-tokens", "120"]
+    run = workers.run(3, disturbed, tuple(argv), int(signal.SIGKILL))[0]
+    later = run.history.iterations[6:]
+    assert len(later) == 24
+    assert any(r.notes.get("action") for r in later)
+    assert any(not r.notes.get("action") for r in later)
+
+
+def test_without_its_planner_a_batch_that_fits_nowhere_ends_the_run(
     workers: WorkerPool, data: str
 ) -> None:
     with pytest.raises(WorkerError, match="the planner gave no plan for iteration"):
