@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -12,7 +13,7 @@ from megatron_flex.data.microbatch import MicroBatch
 from megatron_flex.data.microbatches import CostCoefficients, cut_by_count, cut_by_tokens
 from megatron_flex.loop.reader import Reader
 from megatron_flex.model.config import ModelConfig
-from megatron_flex.planner.fit import room_for_messages
+from megatron_flex.planner.fit import allowance, room_for_messages
 from megatron_flex.planner.flops import model_work, total_work
 from megatron_flex.planner.footprint import Footprint
 from megatron_flex.planner.plan import Plan
@@ -142,7 +143,7 @@ class Iterations:
             switch=change,
         )
         program = build(moved=None if live else ())
-        if program.held is not None and not self._fits(program):
+        if program.held is not None and not self._fits(program, micro_batches):
             program = build(moved=())  # live migration takes memory on both sides
         if not evaluate:
             expected = Expected(*self._footprint.device(program, world.rank), self._budget)
@@ -159,8 +160,13 @@ class Iterations:
         self._reader.start(source, micro_batches, program, world.rank)
         return self.executor.run(program, inputs)
 
-    def _fits(self, program: Program) -> bool:
-        return self._budget is None or max(self._footprint.peaks(program)) <= self._budget
+    def _fits(self, program: Program, micro_batches: Sequence[MicroBatch]) -> bool:
+        if self._budget is None:
+            return True
+        largest = float(max(m.tokens for m in micro_batches))
+        model, stages = self.executor.holdings.config, len(program.plan.stages)
+        allowed = allowance(model, self._budget, stages, largest)
+        return max(self._footprint.peaks(program)) <= allowed
 
     def _stall(self, change: Transition) -> None:
         """Everybody stops, state moves, everybody goes on."""

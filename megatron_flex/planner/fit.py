@@ -42,6 +42,11 @@ def room_for_messages(config: ModelConfig, stages: int, tokens: float) -> float:
     return UNTAKEN * boundary_bytes(config) * tokens if stages > 1 else 0.0
 
 
+def allowance(config: ModelConfig, budget: float, stages: int, tokens: float) -> float:
+    """Bytes of a budget that the predicted peak of a device may have; ``tokens`` as above."""
+    return (1.0 - MARGIN) * budget - room_for_messages(config, stages, tokens)
+
+
 @dataclass(frozen=True)
 class _Size:
     tokens: int
@@ -170,8 +175,7 @@ class Fitter:
     def _allowed(self, pricer: Pricer, plan: Plan) -> float:
         """Bytes that the predicted peak of a device may have."""
         largest = float(pricer.batch.tokens.max())
-        room = room_for_messages(self._costs.config, len(plan.stages), largest)
-        return (1.0 - MARGIN) * self._costs.budget - room
+        return allowance(self._costs.config, self._costs.budget, len(plan.stages), largest)
 
     def _priced(
         self,
