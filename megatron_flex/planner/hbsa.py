@@ -12,7 +12,7 @@
 
 Whole layers only: the first stage also holds the embedding, the last one the head. A and C compare
 totals; so every device is checked afterwards, and if one does not fit, N + 1 stages are tried, and
-when there are none, O_plan on every device.
+when there are none, O_plan on every device. Where nothing else fits, the current layout stays.
 """
 
 from __future__ import annotations
@@ -98,43 +98,64 @@ class Hbsa:
         length = float(batch.tokens.max()) if longest is None else longest
         finder = Finder(self.units, self.units, [batch], self.planner.switches)
         wanted = self._stages(batch, length)
-        kept = None if running is None else finder.best_of(running.plan, running, "current")
-        if kept is None:
-            return self._decision(self._search(finder, None, wanted), None, (), finder, None)
+        if running is None:
+            found, nearest = self._search(finder, None, wanted)
+            if found is None:
+                raise finder.infeasible(None if nearest is None else nearest.price)
+            return self._decision(found, None, (), finder, None)
+        kept = self._fitted(finder, running.plan, running, "current")
         stages = len(kept.plan.stages)
         if wanted == stages and (self.peak is not None or kept.price.missing <= 0):
             a = self._condition_a(batch, length, stages)
             return self._decision(kept, kept, (a,), finder, None)
-        other = self._search(finder, running, wanted if wanted != stages else stages + 1)
+        other, nearest = self._search(finder, running, wanted if wanted != stages else stages + 1)
+        if other is None and not self._can_stay(batch, length, kept):
+            if nearest is None or not nearest.price.fits:
+                raise finder.infeasible((nearest or kept).price)
+            other = nearest  # over the margin in the switch: without it training ends
         return self._trigger(finder, kept, other, batch, length)
 
+    def _can_stay(self, batch: Batch, length: float, kept: Candidate) -> bool:
+        """Whether the current layout fits, if need be with memory optimisation."""
+        if self.peak is None:
+            return kept.price.fits
+        if self._condition_a(batch, length, len(kept.plan.stages)).holds:
+            return True
+        return self._optimise(batch, length, kept).possible
+
     def _trigger(
-        self, finder: Finder, kept: Candidate, other: Candidate, batch: Batch, length: float
+        self, finder: Finder, kept: Candidate, other: Candidate | None, batch: Batch, length: float
     ) -> Decision:
-        """Step 4 of the algorithm."""
+        """Step 4 of the algorithm. Without another layout the current one stays; it can."""
         stages = len(kept.plan.stages)
         a = self._condition_a(batch, length, stages)
-        stay, go = self.seconds(batch, kept.plan), self.seconds(batch, other.plan)
         fits = a.holds and (self.peak is not None or kept.price.missing <= 0)
-        switched = go + other.switch_seconds
+        if other is None and fits:
+            return self._decision(kept, kept, (a,), finder, None)
+        stay, switched = self.seconds(batch, kept.plan), math.inf
+        if other is not None:
+            switched = self.seconds(batch, other.plan) + other.switch_seconds
         if fits:
             b = Reason("B", "switching does not pay: T(S->G) + T_switch >= T(S'->G')",
                        switched, stay, "seconds", switched >= stay)  # fmt: skip
-            chosen = kept if b.holds else other
-            rest = other if b.holds else kept
-            return self._decision(chosen, kept, (a, b), finder, rest)
+            if other is None or b.holds:
+                return self._decision(kept, kept, (a, b), finder, other)
+            return self._decision(other, kept, (a, b), finder, kept)
         total = self._optimise(batch, length, kept)
         after = self._peak(batch, length, stages) - total.recomputed - total.offloaded
         possible = total.possible and (self.peak is not None or kept.price.fits)
         c = Reason("C", "memory optimisation makes it fit: M_after <= M |G'|",
                    after, self.memory * stages, "bytes", possible)  # fmt: skip
+        if other is None:
+            return self._decision(kept, kept, (a, c), finder, None, total)
         if not c.holds:
             return self._decision(other, kept, (a, c), finder, kept)
         optimised = stay + total.recompute_seconds + total.swap_seconds
         d = Reason("D", "optimising is no slower: T(S->G) + T_switch >= T(S'->G') + T_rc + T_swap",
                    switched, optimised, "seconds", switched >= optimised)  # fmt: skip
-        chosen, rest = (kept, other) if d.holds else (other, kept)
-        return self._decision(chosen, kept, (a, c, d), finder, rest, total if d.holds else None)
+        if d.holds:
+            return self._decision(kept, kept, (a, c, d), finder, other, total)
+        return self._decision(other, kept, (a, c, d), finder, kept)
 
     def seconds(self, batch: Batch, plan: Plan) -> float:
         """Time of an iteration under the chosen time model."""
@@ -161,8 +182,13 @@ class Hbsa:
         text = "the batch fits the current layout: M_peak <= M |G'|"
         return Reason("A", text, peak, room, "bytes", peak <= room)
 
-    def _search(self, finder: Finder, running: Running | None, wanted: int) -> Candidate:
-        """Steps 2 and 3, then the check of every device."""
+    def _search(
+        self, finder: Finder, running: Running | None, wanted: int
+    ) -> tuple[Candidate | None, Candidate | None]:
+        """Steps 2 and 3, then the check of every device.
+
+        Also the plan that was nearest to fitting, where none does.
+        """
         most = min(len(self.units.devices), self.units.config.num_layers)
         last: Candidate | None = None
         nearest: Candidate | None = None
@@ -170,16 +196,25 @@ class Hbsa:
             plan = self.layers.search(finder.pricers[0].batch, n, self.planner.options.bounds)
             if plan is None:
                 continue
-            candidate = finder.best_of(plan, running, "hbsa")
-            if self.peak is not None or candidate.price.missing <= 0:
-                return candidate
-            if candidate.price.fits and last is None:
-                last = candidate  # with O_plan, if no number of stages does without
+            candidate = self._fitted(finder, plan, running, "hbsa")
+            if self.peak is not None:
+                return candidate, None
+            if self.planner.runs(candidate, running):
+                if candidate.price.missing <= 0:
+                    return candidate, None
+                last = last or candidate  # with O_plan, if no number of stages does without
             if nearest is None or candidate.price.shortfall < nearest.price.shortfall:
                 nearest = candidate
-        if last is None:
-            raise finder.infeasible(None if nearest is None else nearest.price)
-        return last
+        return last, nearest
+
+    def _fitted(
+        self, finder: Finder, plan: Plan, running: Running | None, origin: str
+    ) -> Candidate:
+        """A layout, with what its program needs for its memory where the planner looks at that."""
+        candidate = finder.best_of(plan, running, origin)
+        if self.peak is not None:
+            return candidate
+        return self.planner.fitted(finder, candidate, None if running is None else running.plan)
 
     def _optimise(self, batch: Batch, length: float, kept: Candidate) -> TotalOptimisation:
         """O_plan of the current layout, in totals when M_peak is the paper's."""

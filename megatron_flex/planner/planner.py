@@ -194,7 +194,7 @@ class Planner:
         if settled is not None:
             settled = self.fitted(finder, settled, current)
             few = [c for c in few if c.plan.stages != settled.plan.stages][:2]
-            few = [settled, *few] if self._runs(settled, running) else few
+            few = [settled, *few] if self.runs(settled, running) else few
         if kept is not None and kept.price.fits and kept not in few:
             few.append(kept)
         if not few:
@@ -250,13 +250,13 @@ class Planner:
         for candidate in ranked:
             before = None if running is None else running.plan
             fitted = self.fitted(finder, candidate, before)
-            if self._runs(fitted, running):
+            if self.runs(fitted, running):
                 found.append(fitted)
             if len(found) == number:
                 break
         return found
 
-    def _runs(self, candidate: Candidate, running: Running | None) -> bool:
+    def runs(self, candidate: Candidate, running: Running | None) -> bool:
         """Whether a candidate fits, and so does the switch to it."""
         if not candidate.price.fits:
             return False
@@ -283,7 +283,7 @@ class Planner:
             replace(c, price=self.fitter.smallest(pricers[c.micro_batching], c.plan)) for c in fits
         )
         for candidate in itertools.chain(fits, small):
-            if self._runs(candidate, running):
+            if self.runs(candidate, running):
                 return [candidate]
         if fits:  # over the margin in the switch: without it training ends
             return fits[:1]

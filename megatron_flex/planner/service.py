@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import signal
 import sys
 from collections import deque
 from collections.abc import Iterable
@@ -273,5 +274,8 @@ def serve(questions: TextIO, answers: TextIO) -> None:
 
 
 if __name__ == "__main__":
+    # A launcher that ends a job tells the whole group. A worker that may go on to save its state
+    # (--exit-signal-handler) needs its planner until then; the end of the questions ends it.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     os.nice(5)  # workers come first where they share cores
     serve(sys.stdin, sys.stdout)

@@ -12,6 +12,7 @@ from megatron_flex.planner.cost import paper_time
 from megatron_flex.planner.decision import Action, Infeasible
 from megatron_flex.planner.hbsa import Hbsa, PeakFit
 from megatron_flex.planner.plan import Plan, Stage
+from megatron_flex.planner.planner import Planner
 from megatron_flex.planner.static import static_plan
 from tests.unit.planner.instances_real import even_batch, small_model, small_planner
 
@@ -168,3 +169,27 @@ def test_the_totals_of_the_memory_model_grow_with_tokens_and_stages() -> None:
     short, long = even_batch(4, 100), even_batch(4, 1000)
     assert layers.peak(short, 1) < layers.peak(short, 2) < layers.peak(short, 4)
     assert layers.peak(short, 2) < layers.peak(long, 2)
+
+
+@pytest.mark.parametrize("part", [0.95, 0.85, 0.75])
+def test_plans_fit_by_their_program_and_the_current_one_stays_where_no_other_does(
+    part: float,
+) -> None:
+    def planner(**options: object) -> Planner:
+        return small_planner(3, 80e9, small_model(5), planner="hbsa", schedule="1f1b", split=False,
+                             exact_memory=True, **options)  # fmt: skip
+
+    batch, free = even_batch(12, 2048), planner()
+    plan = Hbsa(free).layers.search(batch, 3, True)
+    assert plan is not None
+    assert free.fitter is not None
+    budget = part * max(free.fitter.peaks(plan, batch))
+    tight = planner(budget=int(budget))
+    hbsa = Hbsa(tight)
+    first = hbsa.decide(batch, None)
+    assert first.plan.o_plan
+    # There are no more stages than these for three devices.
+    second = hbsa.decide(batch, tight.running(first.plan, batch))
+    assert second.plan.stages == first.plan.stages
+    for decision in (first, second):
+        assert max(free.fitter.peaks(decision.plan, batch)) <= budget

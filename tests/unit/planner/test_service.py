@@ -158,6 +158,18 @@ def test_a_killed_process_is_an_error_and_no_wait(process: PlannerProcess) -> No
     assert time.monotonic() - began < 5.0
 
 
+def test_a_launcher_that_ends_the_job_leaves_the_planner_to_its_worker(
+    process: PlannerProcess,
+) -> None:
+    process.ask(Question(0, (SHORT,)))
+    assert process.take(60.0) is not None
+    os.kill(process.pid, signal.SIGTERM)
+    process.ask(Question(1, (SHORT,)))
+    answer = process.take(60.0)
+    assert answer is not None
+    assert answer.iteration == 1
+
+
 def test_questions_to_a_stopped_process_do_not_wait(process: PlannerProcess) -> None:
     os.kill(process.pid, signal.SIGSTOP)
     asked: list[int] = []
