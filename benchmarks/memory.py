@@ -2,11 +2,13 @@
 
     python benchmarks/memory.py                       about 5 minutes
     python benchmarks/memory.py --budget 0.7 --mixture 150
+    python benchmarks/memory.py --replicas --mixture 0
 
 First the same batch under each choice in turn, on two stages of one worker each; medians of
 interleaved iterations, and the peak of the fuller worker, predicted and counted. The last row is
 the planner's choice for a budget that is ``--budget`` times what no optimisation takes; it is
-compared with the fastest of the other rows within that budget.
+compared with the fastest of the other rows within that budget. With ``--replicas`` the workers are
+replicas of one stage, which may split its optimizer state; the planner's choice does.
 
 Then batches of the length mixture, with a budget that the given part of batches keeps to without
 optimisation: what the planner chooses for each iteration against what the longest batch needs, set
@@ -75,15 +77,18 @@ def flags(arguments: argparse.Namespace) -> list[str]:
     ).split()
 
 
-def plan_text(layers: int) -> str:
-    """Two stages; the output layer counts as about one layer here."""
+def plan_text(arguments: argparse.Namespace) -> str:
+    """Two stages; the output layer counts as about one layer here. Or two replicas of all."""
+    layers = arguments.layers
     units = 2 * layers + 2
+    if arguments.replicas:
+        return f"0:{units}@0,1"
     return f"0:{layers + 2}@0 | {layers + 2}:{units}@1"
 
 
 def prepare(arguments: argparse.Namespace) -> tuple[Config, Parts, BatchSource]:
     """Configuration and data."""
-    words = [*flags(arguments), "--flexpipe-plan", plan_text(arguments.layers)]
+    words = [*flags(arguments), "--flexpipe-plan", plan_text(arguments)]
     config = parse(words, world_size=2)
     parts = assemble(config)
     assert parts.train is not None
@@ -130,7 +135,8 @@ def run(arguments: argparse.Namespace, jobs: Sequence[Job]) -> list[Row]:
 class Chooser:
     """The planner, with a measured profile and a layout that stays."""
 
-    def __init__(self, config: Config, parts: Parts) -> None:
+    def __init__(self, config: Config, parts: Parts, *, shard: bool) -> None:
+        self._shard = shard
         torch.set_num_threads(1)
         self._config, self._parts = config, parts
         bench = Workbench(parts.model, CPU)
@@ -146,7 +152,7 @@ class Chooser:
 
     def planner(self, budget: float) -> Planner:
         """A planner for a budget in bytes."""
-        options = PlannerOptions(budget=int(budget), exact_memory=True)
+        options = PlannerOptions(budget=int(budget), exact_memory=True, shard_optimizer=self._shard)
         return Planner(self._parts.model, self._profile, self._cluster, options)
 
     def fitted(self, plan: Plan, batch: GlobalBatch, budget: float) -> Plan | None:
@@ -171,7 +177,7 @@ class Chooser:
 
 def same_batch(arguments: argparse.Namespace, chooser: Chooser, source: BatchSource) -> None:
     """The first table."""
-    layout = Plan.parse(plan_text(arguments.layers))
+    layout = Plan.parse(plan_text(arguments))
     units = 2 * arguments.layers + 2
     halves, every = tuple(range(1, units - 1)), tuple(range(units))
     ways = {
@@ -183,18 +189,22 @@ def same_batch(arguments: argparse.Namespace, chooser: Chooser, source: BatchSou
         "recompute, offload": OPlan(recompute=halves, optimizer=every),
     }
     plans = {name: replace(layout, o_plan=o) for name, o in ways.items()}
+    if arguments.replicas:
+        plans["sharded"] = layout.sharded()
+        plans["sharded, recompute"] = plans["recompute"].sharded()
     batch = source.batch(0, arguments.samples)
     budget = arguments.budget * chooser.peak(layout, batch)
     chosen = chooser.fitted(layout, batch, budget)
     if chosen is not None:
         plans["planner's choice"] = chosen
-    # Twice each: the first iteration of a pair moves optimizer state from or to the host.
-    names = [name for _ in range(1 + arguments.cycles) for name in plans for _ in range(2)]
+    # Three times each, of which the second counts: in the first optimizer state moves from or to
+    # the host, in the last parts are cut anew for the plan that follows.
+    names = [name for _ in range(1 + arguments.cycles) for name in plans for _ in range(3)]
     rows = run(arguments, [(name, 0, str(plans[name])) for name in names])
     seconds: dict[str, list[float]] = defaultdict(list)
     peaks: dict[str, float] = defaultdict(float)
     predicted: dict[str, float] = defaultdict(float)
-    for name, elapsed, _, counted, foreseen in rows[2 * len(plans) + 1 :: 2]:
+    for name, elapsed, _, counted, foreseen in rows[3 * len(plans) + 1 :: 3]:
         seconds[name].append(elapsed)
         peaks[name] = max(peaks[name], counted)
         predicted[name] = max(predicted[name], foreseen)
@@ -221,7 +231,7 @@ def same_batch(arguments: argparse.Namespace, chooser: Chooser, source: BatchSou
 
 def mixture(arguments: argparse.Namespace, chooser: Chooser, source: BatchSource) -> None:
     """The second table."""
-    layout = Plan.parse(plan_text(arguments.layers))
+    layout = Plan.parse(plan_text(arguments))
     firsts = [arguments.samples * i for i in range(arguments.mixture)]
     batches = [source.batch(first, arguments.samples) for first in firsts]
     peaks = [chooser.peak(layout, batch) for batch in batches]
@@ -265,12 +275,13 @@ def main() -> None:
     p.add_argument("--tokens", type=int, default=1024, help="token budget of a micro-batch")
     p.add_argument("--samples", type=int, default=16, help="of a global batch")
     p.add_argument("--cycles", type=int, default=9, help="iterations of each row")
+    p.add_argument("--replicas", action="store_true", help="two replicas instead of two stages")
     p.add_argument("--budget", type=float, default=0.75, help="part of what no optimisation takes")
     p.add_argument("--mixture", type=int, default=60, help="batches of the second table; 0: none")
     p.add_argument("--part", type=float, default=0.97, help="of batches that need no optimisation")
     arguments = p.parse_args()
     config, parts, source = prepare(arguments)
-    chooser = Chooser(config, parts)
+    chooser = Chooser(config, parts, shard=arguments.replicas)
     same_batch(arguments, chooser, source)
     if arguments.mixture:
         mixture(arguments, chooser, source)

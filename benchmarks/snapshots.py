@@ -87,7 +87,7 @@ def worker(rank: int, meeting: str, arguments: argparse.Namespace, out: str) -> 
                 layers.arena.commit(version)  # complete since the last round of these
                 version += 1
                 layers.snapshots.begin(version, sizes, "{}" if rank == 0 else None)
-                executor.copy_states(layers.snapshots.save)
+                executor.copy_states(layers.snapshots.save, {})
             if arm == "wait":
                 executor.settle()
                 waits.append(world.slowest(time.perf_counter() - began))

@@ -119,7 +119,7 @@ def plan_of(config: Config, model: ModelConfig, *, length: float | None = None) 
             plan.check(model.layers.num_units, config.world_size)
         except PlanError as error:
             raise PlanError(f"--flexpipe-plan: {error}") from None
-        return _recompute(config, plan, model)
+        return _optimised(config, plan, model)
     p = config.parallel
     plan = static_plan(
         model,
@@ -130,12 +130,14 @@ def plan_of(config: Config, model: ModelConfig, *, length: float | None = None) 
         layout=p.pipeline_model_parallel_layout,
         length=REFERENCE_LENGTH if length is None else length,
     )
-    return _recompute(config, plan, model)
+    return _optimised(config, plan, model)
 
 
-def _recompute(config: Config, plan: Plan, model: ModelConfig) -> Plan:
-    """The plan with what the flags recompute."""
+def _optimised(config: Config, plan: Plan, model: ModelConfig) -> Plan:
+    """The plan with what the flags recompute and shard."""
     r = config.recompute
+    if config.parallel.use_distributed_optimizer:
+        plan = plan.sharded()
     if r.selective:
         kinds = {{"core_attn": Kind.ATTENTION, "mlp": Kind.MLP}[name] for name in r.halves}
         return recomputed(plan, model.layers, kinds)

@@ -300,7 +300,7 @@ class Trainer:
                 time=time.time(),
             )
         )
-        changes = following.plan.stages != self.iterations.plan.stages
+        changes = not following.plan.keeps(self.iterations.plan)
         self.choice = following
         if changes:  # only where a switch is a restart: the others have switched by now
             self._restart()
@@ -355,6 +355,7 @@ class Trainer:
 
     def _params_norm(self) -> float:
         """L2 norm of all parameters, over all workers."""
+        self.iterations.executor.settle()
         owned = [self.holdings.slabs[s].params.double() for s in self.holdings.owned]
         return self.world.sum(sum(p.square().sum().item() for p in owned)) ** 0.5
 

@@ -118,10 +118,17 @@ def plans(args: argparse.Namespace, config: ModelConfig) -> tuple[int, dict[str,
             "recompute attention": OPlan(recompute=attention),
             "recompute all": OPlan(recompute=halves),
             "optimizer on the host": OPlan(optimizer=every),
+            "optimizer sharded": OPlan(),
             "activations on the host": OPlan(activations=halves),
             "recompute all, optimizer on the host": OPlan(recompute=halves, optimizer=every),
+            "recompute all, optimizer sharded": OPlan(recompute=halves),
         }.items():
-            found.setdefault(name, replace(plan, o_plan=o_plan))
+            other = replace(plan, o_plan=o_plan)
+            if name.endswith("sharded"):
+                other = other.sharded()
+                if not other.o_plan.shard:
+                    continue  # no stage has replicas
+            found.setdefault(name, other)
     return devices, found
 
 

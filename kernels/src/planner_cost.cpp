@@ -151,9 +151,9 @@ void GroupModel::add_savings(int64_t kind, double count, int64_t entry, int64_t 
   const double share = p_.share[degree];
   const int64_t cap = in_flight(entry, degree);
   const double tokens = top(degree, cap);
-  if (p_.offload_optimizer > 0.0) {
-    const double shards = p_.sharded ? static_cast<double>(degree) : 1.0;
-    const double size = count * p_.kind_optimizer[kind] / shards;
+  // What is split over replicas stays on the devices.
+  if (p_.offload_optimizer > 0.0 && !(p_.sharded && degree > 1)) {
+    const double size = count * p_.kind_optimizer[kind];
     if (size > 0.0) savings->push_back({size, 2.0 * size * p_.host_seconds_per_byte});
   }
   // Recompute or offload the activations: the lower convex hull of the two points.

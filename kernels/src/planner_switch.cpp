@@ -30,10 +30,9 @@ struct Ends {
 
 // Slab s is held by devices old_devices[old_offset[s] .. old_offset[s + 1]) before and by
 // new_devices[...] after, both ascending. A new holder receives size[s] bytes, or with sharded
-// state parameters[s] + optimizer[s] / holders; an old one of another degree optimizer[s] /
-// holders. `wires`: latency and seconds a byte within a server, between servers, to the host.
-// out[0]: seconds that early transfers take; out[1]: seconds of the hand-over of the rest; out[2]:
-// all bytes that travel.
+// state parameters[s] + optimizer[s] / holders; an old one what it lacks of its new part. `wires`:
+// latency and seconds a byte within a server, between servers, to the host. out[0]: seconds that
+// early transfers take; out[1]: seconds of the hand-over of the rest; out[2]: bytes that travel.
 MFLEX_API void mflex_planner_switch(int64_t slabs, const int64_t* old_offset,
                                     const int64_t* old_devices, const int64_t* new_offset,
                                     const int64_t* new_devices, const double* parameters,
@@ -57,9 +56,18 @@ MFLEX_API void mflex_planner_switch(int64_t slabs, const int64_t* old_offset,
     writers.clear();
     for (const int64_t* device = new_begin; device != new_end; ++device) {
       double need = parameters[s] + shard, room = need + gradients[s];
-      if (std::binary_search(old_begin, old_end, *device)) {
-        if (!sharded || old_end - old_begin == new_end - new_begin) continue;
-        need = room = shard;
+      const int64_t* held = std::lower_bound(old_begin, old_end, *device);
+      if (held != old_end && *held == *device) {
+        if (!sharded) continue;
+        const auto before = static_cast<double>(old_end - old_begin);
+        const auto was = static_cast<double>(held - old_begin);
+        const auto is = static_cast<double>(device - new_begin);
+        const double both = std::min((was + 1.0) / before, (is + 1.0) / degree) -
+                            std::max(was / before, is / degree);
+        const double lacks = 1.0 / degree - std::max(0.0, both);
+        if (lacks <= 1e-9) continue;
+        need = optimizer[s] * lacks;
+        room = shard;
       }
       // The least loaded holder, on the device's own server if there is one.
       int64_t source = -1;

@@ -39,6 +39,14 @@ class ParallelOptions:
     """Reduce a block's gradients while the backward pass goes on: always, where the schedule
     leaves room."""
 
+    use_distributed_optimizer: bool = False
+    """Split the optimizer state of every block over its replicas, in all plans. A plan may say it
+    of single units instead: "0:8@0,1 ; shard 1-6"."""
+
+    overlap_param_gather: bool = option(True, always=True)
+    """Gather split blocks' parameters while other blocks are updated and the next iteration
+    begins: always."""
+
     distributed_backend: Literal["nccl", "gloo"] = "nccl"
     """Communication library; gloo for workers on CPUs."""
 

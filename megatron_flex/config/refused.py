@@ -39,10 +39,14 @@ FLAGS: tuple[Refusal, ...] = (
         "use --recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
     ),
     _refuse(
-        "use-distributed-optimizer overlap-param-gather overlap-param-gather-with-optimizer-step"
-        " num-distributed-optimizer-instances use-precision-aware-optimizer",
-        "every replica of a stage keeps the whole optimizer state of its layers in this version",
-        "remove it, or use more stages to need less memory",
+        "overlap-param-gather-with-optimizer-step num-distributed-optimizer-instances",
+        "a block's parameters are gathered as soon as it is updated, over all its replicas",
+        "use --use-distributed-optimizer alone",
+    ),
+    _refuse(
+        "use-precision-aware-optimizer",
+        "master weights and moments are float32",
+        "use --use-distributed-optimizer to split them over the replicas of a stage",
     ),
     _refuse(
         "optimizer-cpu-offload optimizer-offload-fraction cpu-offloading-num-layers"

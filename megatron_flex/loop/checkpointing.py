@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from megatron_flex.checkpoint.async_save import AsyncSaver
@@ -21,6 +22,7 @@ from megatron_flex.data.microbatches import CostCoefficients
 from megatron_flex.learning_rate import LearningRateSchedule
 from megatron_flex.loop.progress import Progress
 from megatron_flex.runtime.holdings import Holdings
+from megatron_flex.runtime.shards import filling, owned_state
 from megatron_flex.runtime.world import World
 
 
@@ -69,7 +71,7 @@ class Checkpoints:
         """Save after ``progress.iteration``; returns at once with ``--async-save``."""
         options = self._options
         assert options.save is not None
-        tensors = self._holdings.named_state(owned=True, optimizer=options.save_optim)
+        tensors = owned_state(self._world, self._holdings, optimizer=options.save_optim)
         common = self.common(progress, schedule, coefficients)
         if options.save_rng:
             common["rng"] = {"seed": self._holdings.config.seed}
@@ -120,15 +122,17 @@ class Checkpoints:
         if found is None:
             return Restored(Progress(), coefficients)
         directory, options, iteration = found
-        wanted = self._holdings.named_state(owned=False)
-        names = options.wanted(wanted)
-        common = load(
-            directory,
-            {name: wanted[name] for name in names},
-            iteration=iteration,
-            group=self._group,
-            model=asdict(self._holdings.config),
-        )
+        with filling(self._holdings) as slabs:
+            wanted: dict[str, torch.Tensor] = {}
+            for whole in slabs.values():
+                wanted.update(whole.named_state())
+            common = load(
+                directory,
+                {name: wanted[name] for name in options.wanted(wanted)},
+                iteration=iteration,
+                group=self._group,
+                model=asdict(self._holdings.config),
+            )
         source = f"iteration {common['progress']['iteration']} of {directory}"
         if not options.optimizer:
             for slab in self._holdings:

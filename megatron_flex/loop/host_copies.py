@@ -13,7 +13,7 @@ import json
 import os
 import secrets
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,8 @@ from megatron_flex.runtime.arena import ArenaTransport
 from megatron_flex.runtime.attempt import attempt, is_first_attempt, restarts_are_left
 from megatron_flex.runtime.executor import Executor
 from megatron_flex.runtime.holdings import Holdings
+from megatron_flex.runtime.shards import filling
+from megatron_flex.runtime.slab import Slab
 from megatron_flex.runtime.world import World
 from megatron_flex.schedule.slabs import slab_holders
 from megatron_flex.twinlayer.copies import restore
@@ -135,11 +137,12 @@ class HostCopies:
         assert self.found.common is not None
         check_model(self.found.common[MODEL], asdict(holdings.config))
         holders = slab_holders(plan, holdings.config.layers)
-        for slab, ranks in enumerate(holders):
-            for rank in ranks:
-                self._bring(holdings, slab, rank)
-        for held in holdings:
-            held.params_from_masters()
+        with filling(holdings) as slabs:
+            for slab, ranks in enumerate(holders):
+                for rank in ranks:
+                    self._bring(holdings.state_bytes(slab), slabs, slab, rank)
+            for held in slabs.values():
+                held.params_from_masters()
         return self.found.common
 
     def start_from(self, saved: int) -> int:
@@ -168,13 +171,16 @@ class HostCopies:
             return
         while self._uncommitted and self._uncommitted[0] + _KNOWN_COMPLETE <= iteration:
             layers.arena.commit(self._uncommitted.pop(0))
-        if self._every is None or iteration % self._every or layers.lost:
+        if self._every is None or iteration % self._every:
+            return
+        whole = executor.collect()
+        if layers.lost:
             return
         holdings = executor.holdings
         sizes = {slab: holdings.state_bytes(slab) for slab in holdings.owned}
         text = json.dumps(common()) if self._leads else None
         layers.snapshots.begin(iteration, sizes, text)
-        executor.copy_states(layers.snapshots.save)
+        executor.copy_states(layers.snapshots.save, whole)
         self._uncommitted.append(iteration)
 
     def close(self) -> None:
@@ -320,25 +326,29 @@ class HostCopies:
             room = max(total // 4, 4 * max(sizes.values())) if live else total
         return Shape(banks, total if changes else local, room)
 
-    def _bring(self, holdings: Holdings, slab: int, rank: int) -> None:
+    def _bring(self, size: int, slabs: Mapping[int, Slab], slab: int, rank: int) -> None:
         """Fill ``slab`` on worker ``rank``, from another server if its own does not have it."""
         assert self.found is not None
         me, here = self._world.rank, self.servers[rank]
         # The rank of a server's leader is the server's number.
         source = here if slab in self._holding[here] else self._elsewhere(slab)
-        if me not in (rank, source) or not holdings.state_bytes(slab):
+        if me not in (rank, source) or not size:
             return
         if source == here:
             if me == rank:
-                restore(self.found.entries[slab], holdings.slabs[slab].state)
+                restore(self.found.entries[slab], slabs[slab].state)
             return
         assert self._world.state is not None
+        device = self._world.device
         if me == rank:
-            work = self._world.state.receive(holdings.slabs[slab].state, source)
+            state = slabs[slab].state
+            received = state if state.device == device else torch.empty_like(state, device=device)
+            self._world.state.receive(received, source).wait(self._world.timeout)
+            if received is not state:
+                state.copy_(received)
         else:
             data = self.found.entries[slab].data.view(torch.float32)
-            work = self._world.state.send(data.to(self._world.device), rank)
-        work.wait(self._world.timeout)
+            self._world.state.send(data.to(device), rank).wait(self._world.timeout)
 
     def _elsewhere(self, slab: int) -> int:
         return min(server for server, slabs in self._holding.items() if slab in slabs)

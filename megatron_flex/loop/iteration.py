@@ -16,9 +16,16 @@ from megatron_flex.model.config import ModelConfig
 from megatron_flex.planner.fit import allowance, room_for_messages
 from megatron_flex.planner.flops import model_work, total_work
 from megatron_flex.planner.footprint import Footprint
+from megatron_flex.planner.memory import slab_elements
 from megatron_flex.planner.plan import Plan
 from megatron_flex.programs import build_program
-from megatron_flex.runtime.executor import Executor, StepInputs, StepResult, reduction_groups
+from megatron_flex.runtime.executor import (
+    Executor,
+    StepInputs,
+    StepResult,
+    reduction_groups,
+    used_groups,
+)
 from megatron_flex.runtime.memory import Expected
 from megatron_flex.runtime.optimizer import StepSize
 from megatron_flex.schedule.emit import switch_only
@@ -99,9 +106,15 @@ class Iterations:
         """
         way = self.config.flexpipe.flexpipe_switch
         change = None
-        if following.stages != self.plan.stages and way != "restart":
-            layers = self.executor.holdings.config.layers
-            change = transition(self.plan, following, layers, late=late if way == "live" else None)
+        if not following.keeps(self.plan) and way != "restart":
+            model = self.executor.holdings.config
+            change = transition(
+                self.plan,
+                following,
+                model.layers,
+                late=late if way == "live" else None,
+                elements=slab_elements(model),
+            )
         within = None if way == "stall" else change
         result = self._run(source, batch, StepInputs(
             self._reader, batch.denominators, step_size, signals, count_zeros
@@ -172,5 +185,8 @@ class Iterations:
         """Everybody stops, state moves, everybody goes on."""
         world = self.executor.world
         world.barrier()
-        self.executor.switch(switch_only(change, world.size)[world.rank])
+        lists = switch_only(change, self.executor.holdings.config.layers, world.size)
+        if world.reductions is not None:
+            world.reductions.prepare(used_groups(lists))
+        self.executor.switch(lists[world.rank])
         world.barrier()

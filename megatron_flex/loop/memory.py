@@ -20,6 +20,8 @@ from megatron_flex.model.config import ModelConfig
 from megatron_flex.planner.memory import tied_state, unit_memory
 from megatron_flex.planner.plan import Plan
 from megatron_flex.runtime.world import workers_per_gpu
+from megatron_flex.schedule.shards import sharded_slabs
+from megatron_flex.schedule.slabs import slab_holders
 
 _PIECE = 1 << 22  # samples looked at at a time
 
@@ -52,7 +54,8 @@ def check_memory(
         f"worker {worst} needs at least {needs[worst]:,} bytes for a sample of {longest:,} tokens"
         f" ({state:,} for weights, gradients and optimizer, the rest for activations), but has"
         f" {memory:,}: lower --max-sample-length (or leave long samples out with --overlong drop),"
-        " recompute layers with --recompute-granularity, or give them to more workers with"
+        " recompute layers with --recompute-granularity, split optimizer state over replicas with"
+        " --use-distributed-optimizer, or give layers to more workers with"
         " --pipeline-model-parallel-size or --flexpipe-plan"
     )
 
@@ -66,14 +69,21 @@ def device_bytes(model: ModelConfig, plan: Plan, device: int, tokens: int) -> in
         for number in range(plan.stages[stage].start, plan.stages[stage].stop)
     ]
     tied, o = model.layers.tied_slab, plan.o_plan
+    sharded, holders = sharded_slabs(plan, model.layers), slab_holders(plan, model.layers)
+
+    def share(slab: int) -> float:
+        """The part of a slab's optimizer state that is on the device."""
+        return 1.0 / len(holders[slab]) if slab in sharded else float(slab not in o.optimizer)
+
     total = 0.0
     for unit in held:
         m = memory[unit.kind]
-        total += m.state.total - (m.state.optimizer if unit.index in o.optimizer else 0)
+        total += m.state.total - m.state.optimizer * (1.0 - share(unit.index))
         kept = m.kept if unit.index in o.recompute else None
         total += tokens * (m.activation if kept is None else kept)
-    if any(tied in u.slabs for u in held):
-        total += tied_state(model).total
+    if tied is not None and any(tied in u.slabs for u in held):
+        state = tied_state(model)
+        total += state.total - state.optimizer * (1.0 - share(tied))
     return int(total)
 
 

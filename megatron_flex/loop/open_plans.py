@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from megatron_flex.config.config import Config
 from megatron_flex.loop.assemble import Parts
 from megatron_flex.loop.planned import PlannedPlans
@@ -19,5 +21,8 @@ def open_plans(config: Config, parts: Parts, world: World, iteration: int, sampl
         return PlannedPlans(config, parts, world, iteration, samples)
     path = config.flexpipe.flexpipe_plans
     if path is not None:
-        return ScriptedPlans(read_plans(path, model.layers.num_units, config.world_size))
+        choices = read_plans(path, model.layers.num_units, config.world_size)
+        if config.parallel.use_distributed_optimizer:
+            choices = [replace(c, plan=c.plan.sharded()) for c in choices]
+        return ScriptedPlans(choices)
     return StaticPlan(static)

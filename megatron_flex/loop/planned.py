@@ -55,6 +55,7 @@ def planner_setup(config: Config, parts: Parts, world_size: int) -> Setup:
         budget=f.memory_budget,
         exact_memory=True,
         bitwise=f.flexpipe_bitwise,
+        shard_optimizer=config.parallel.use_distributed_optimizer,
         # Tried on CPU workers only; on GPUs a plan may still ask for it.
         offload_optimizer=not torch.cuda.is_available(),
         offload_activations=not torch.cuda.is_available(),

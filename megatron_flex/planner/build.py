@@ -271,6 +271,10 @@ class ModelCosts:
             return self.tied_state
         return self.unit_state[self.layers.units[slab].kind]
 
+    def placed(self, plan: Plan) -> Plan:
+        """The plan, with optimizer state split over replicas where the options ask for it."""
+        return plan.sharded() if self.options.shard_optimizer else plan
+
     @cached_property
     def slab_gradients(self) -> tuple[float, ...]:
         """Bytes of every slab's gradient."""

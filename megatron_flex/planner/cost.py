@@ -267,9 +267,9 @@ def savings(t: Tables, stage_begin: int, element: int, degree: int) -> Savings:
     cap = in_flight(t, stage_begin, degree)
     tokens = t.shares.top_tokens(degree, cap)
     optimizer = recompute = activations = None
-    if t.offload_optimizer:
-        size = kind.optimizer / (degree if t.sharded else 1)
-        optimizer = (size, 2.0 * size * t.wires.host_per_byte)
+    # What is split over replicas stays on the devices.
+    if t.offload_optimizer and not (t.sharded and degree > 1):
+        optimizer = (kind.optimizer, 2.0 * kind.optimizer * t.wires.host_per_byte)
     if kind.kept is not None:
         recompute = ((kind.activation - kind.kept) * tokens, kind.forward * share)
     if t.offload_activations:

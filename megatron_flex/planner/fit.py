@@ -20,10 +20,11 @@ from megatron_flex.planner.ordering import op_costs
 from megatron_flex.planner.plan import OPlan, Plan
 from megatron_flex.planner.plans import groups_of
 from megatron_flex.planner.pricing import Price, Pricer, price_with
-from megatron_flex.planner.switching import Running, Way, switch
+from megatron_flex.planner.switching import Running, Way, joiner_bytes, switch
 from megatron_flex.schedule.list_scheduler import build, policy
 from megatron_flex.schedule.policies.one_f_one_b import ONE_F_ONE_B
 from megatron_flex.schedule.policies.policy import out_of_step
+from megatron_flex.schedule.shards import cuts
 
 MARGIN = 0.02
 """Part of the budget that plans leave free, for what the model of memory does not know."""
@@ -80,14 +81,15 @@ class Fitter:
         if key not in self._known:
             if len(self._known) > 1000:
                 self._known.clear()
-            self._known[key] = self._fit(pricer, Plan(price.plan.stages))
+            self._known[key] = self._fit(pricer, costs.placed(Plan(price.plan.stages)))
         found = self._known[key]
         same = running is not None and running.stages == found.plan.stages
         if running is None or not same:
             return found
         lean = found.plan.o_plan.lean  # nothing moves for it
         before = replace(running.o_plan, lean=lean)
-        if before in (OPlan(lean=lean), found.plan.o_plan):
+        least = costs.placed(Plan(running.stages, OPlan(lean=lean))).o_plan
+        if before in (least, found.plan.o_plan):
             return found
         kept = self._as_it_is(pricer, Plan(running.stages, before), found.missing)
         return kept if kept.seconds <= found.seconds * (1.0 + costs.options.margin) else found
@@ -97,7 +99,7 @@ class Fitter:
         tables = pricer.problem.tables
         parts = [optimise(tables, group, whole=True) for group in groups_of(tables, plan)]
         smallest = replace(o_plan(tables, parts), lean=self._can_be_lean(plan))
-        return self._as_it_is(pricer, Plan(plan.stages, smallest), 0.0)
+        return self._as_it_is(pricer, self._costs.placed(Plan(plan.stages, smallest)), 0.0)
 
     def peaks(self, plan: Plan, batch: Batch) -> tuple[float, ...]:
         """Peak bytes of every device of the world."""
@@ -116,11 +118,19 @@ class Fitter:
     def hands_over(self, running: Running, plan: Plan) -> bool:
         """Whether all devices have room for what is handed over from ``running`` to ``plan``."""
         costs = self._costs
-        moves = switch(costs, running, plan).moves
+        world = costs.cluster.world_size
+        anew = cuts(running.plan, plan, costs.layers, self._footprint.elements)
+        moves = [m for m in switch(costs, running, plan).moves if m.slab not in anew]
+        if anew:  # what is cut anew comes early, whether there is room or not
+            early = self._footprint.cut_anew(running.plan, plan, world)
+            for m in moves:
+                if m.way is Way.JOIN_EARLY:
+                    early[m.device] += m.size + joiner_bytes(costs, m.slab)
+            if any(size > room for size, room in zip(early, running.spare, strict=True)):
+                return False
         late = {(m.slab, m.device) for m in moves if m.way is Way.HAND_OVER}
         if not late:
             return True
-        world = costs.cluster.world_size
         arrived = self._footprint.handed_over(running.plan, plan, late, world)
         windows = (self._footprint.windows(running.plan, device) for device in range(world))
         peak = max(a + w for a, w in zip(arrived, windows, strict=True))
@@ -138,7 +148,7 @@ class Fitter:
         # The first thing to give up is what is in flight because neighbours are out of step.
         lean = max(peaks) > allowed and self._can_be_lean(plan)
         if lean:
-            plan = Plan(plan.stages, OPlan(lean=True))
+            plan = self._costs.placed(Plan(plan.stages, OPlan(lean=True)))
             peaks = self.peaks(plan, pricer.batch)
         for _ in range(_ATTEMPTS):
             over = [max(peaks[d] for d in group) - allowed for group in devices]
@@ -154,11 +164,11 @@ class Fitter:
                 if math.isinf(parts[g].seconds):
                     parts[g] = optimise(tables, groups[g], whole=True)
                     exhausted.add(g)
-            plan = Plan(plan.stages, replace(o_plan(tables, parts), lean=lean))
+            plan = self._costs.placed(Plan(plan.stages, replace(o_plan(tables, parts), lean=lean)))
             peaks = self.peaks(plan, pricer.batch)
         for g in (g for g, lacks in enumerate(over) if lacks > 0):
             parts[g] = optimise(tables, groups[g], whole=True)
-        plan = Plan(plan.stages, replace(o_plan(tables, parts), lean=lean))
+        plan = self._costs.placed(Plan(plan.stages, replace(o_plan(tables, parts), lean=lean)))
         return self._priced(pricer, plan, parts, missing, self.peaks(plan, pricer.batch))
 
     def _can_be_lean(self, plan: Plan) -> bool:

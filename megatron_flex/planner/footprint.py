@@ -9,7 +9,7 @@ is not among them.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import cached_property
@@ -18,7 +18,7 @@ from megatron_flex.model.config import ModelConfig
 from megatron_flex.model.layers import Kind, Unit
 from megatron_flex.planner.memory import (
     boundary_bytes,
-    parameter_sizes,
+    slab_elements,
     state_bytes,
     word_embedding_count,
 )
@@ -31,18 +31,20 @@ from megatron_flex.schedule.instructions import (
     GlobalNorm,
     Instruction,
     Program,
+    Recut,
     RecvActivation,
     RecvGradient,
     RecvState,
     SendActivation,
     SendGradient,
+    SendState,
     Transfer,
     UpdateOrSkip,
 )
 from megatron_flex.schedule.residency import POSTED, WINDOW, travels
+from megatron_flex.schedule.shards import Range, cuts, sharded_slabs, share
 from megatron_flex.schedule.slabs import slab_holders
 
-_ALIGNMENT, _ROW = 32, 1024  # elements; of parameters within a slab, and of slabs
 _REMEMBERED = 4096  # stages
 
 
@@ -93,6 +95,9 @@ class Footprint:
     Args:
         config: the model.
         exact: gradients are summed exactly (``--flexpipe-bitwise``), in 8 more bytes a parameter.
+
+    Attributes:
+        elements: padded elements of every slab.
     """
 
     def __init__(self, config: ModelConfig, *, exact: bool = False) -> None:
@@ -102,40 +107,32 @@ class Footprint:
         self._units = self._layers.units
         self._passes: Mapping[Kind, Passes] = passes(config)
         self._hidden = boundary_bytes(config)
+        self.elements = slab_elements(config)
         self._stages: dict[tuple[int, int, OPlan], _StagePasses] = {}
-        self._holders: tuple[Plan, tuple[tuple[int, ...], ...]] | None = None  # of the last plan
+        # Of the last plan: holders of every slab, and which are sharded.
+        self._holders: tuple[Plan, tuple[tuple[int, ...], ...], frozenset[int]] | None = None
 
     # ---- slabs -------------------------------------------------------------------------------
 
     @cached_property
-    def _elements(self) -> tuple[int, ...]:
-        """Padded elements of every slab, as ``runtime/slab.py`` lays them out."""
-        c = self._config
-        words = word_embedding_count(c)
-
-        def padded(sizes: Sequence[int]) -> int:
-            return _round_up(sum(_round_up(size, _ALIGNMENT) for size in sizes), _ROW)
-
-        found = []
-        for unit in self._units:
-            end = unit.kind in (Kind.EMBEDDING, Kind.HEAD)
-            own = (words,) if end and c.untie_embeddings_and_output_weights else ()
-            found.append(padded((*own, *parameter_sizes(c, unit.kind))))
-        return (*found, padded((words,))) if c.layers.tied else tuple(found)
-
-    @cached_property
     def _sizes(self) -> tuple[tuple[float, float], ...]:
         """Bytes of every slab: without optimizer state, and of that."""
-        states = [state_bytes(self._config, elements) for elements in self._elements]
+        states = [state_bytes(self._config, elements) for elements in self.elements]
         sums = 2 if self._exact else 0
         return tuple(
             (float(s.parameters + (1 + sums) * s.gradients), float(s.optimizer)) for s in states
         )
 
-    def slab(self, number: int, *, offloaded: bool = False) -> float:
-        """Bytes of a slab on a device that holds it."""
+    def slab(self, number: int, *, offloaded: bool = False, part: Range | None = None) -> float:
+        """Bytes of a slab on a device that holds it, with the optimizer state of ``part``."""
         rest, optimizer = self._sizes[number]
+        if part is not None:
+            return rest + self.part(number, part)
         return rest if offloaded else rest + optimizer
+
+    def part(self, number: int, part: Range) -> float:
+        """Bytes of the optimizer state of elements ``[start, stop)`` of a slab."""
+        return self._sizes[number][1] * (part[1] - part[0]) / max(1, self.elements[number])
 
     def window(self, number: int) -> float:
         """Bytes on the device while the offloaded optimizer state of a slab is worked on."""
@@ -160,10 +157,19 @@ class Footprint:
     def _held(self, plan: Plan, device: int) -> dict[int, float]:
         """Bytes of each slab that a device holds under ``plan``."""
         if self._holders is None or self._holders[0] != plan:
-            self._holders = (plan, slab_holders(plan, self._layers))
+            holders = slab_holders(plan, self._layers)
+            sharded = sharded_slabs(plan, self._layers)
+            self._holders = (plan, holders, sharded)
+        _, holders, sharded = self._holders
         away = plan.o_plan.optimizer
-        mine = (slab for slab, group in enumerate(self._holders[1]) if device in group)
-        return {slab: self.slab(slab, offloaded=slab in away) for slab in mine}
+        found = {}
+        for slab, group in enumerate(holders):
+            if device in group:
+                part = None
+                if slab in sharded:
+                    part = share(self.elements[slab], len(group), group.index(device))
+                found[slab] = self.slab(slab, offloaded=slab in away, part=part)
+        return found
 
     def handed_over(
         self, plan: Plan, following: Plan, late: Set[tuple[int, int]], devices: int
@@ -174,25 +180,46 @@ class Footprint:
             late: (slab, device) pairs that are handed over; other slabs that come are there.
             devices: how many there are.
         """
-        old, new = (slab_holders(p, self._layers) for p in (plan, following))
         moving = {slab for slab, _ in late}  # whoever gives it up may be the one that sends it
-        found = [0.0] * devices
-        for slab, (before, after) in enumerate(zip(old, new, strict=True)):
-            now = self.slab(slab, offloaded=slab in plan.o_plan.optimizer)
-            then = self.slab(slab, offloaded=slab in following.o_plan.optimizer)
-            for device in before:
-                if device in after or slab in moving:
-                    found[device] += now
-            for device in after:
-                if device not in before:
-                    found[device] += then
+        found = []
+        for device in range(devices):
+            now, then = self._held(plan, device), self._held(following, device)
+            kept = sum(size for slab, size in now.items() if slab in then or slab in moving)
+            found.append(kept + sum(size for slab, size in then.items() if slab not in now))
         return tuple(found)
+
+    def cut_anew(self, plan: Plan, following: Plan, devices: int) -> list[float]:
+        """Bytes on every device that slabs which are cut anew take before the update."""
+        sharded = sharded_slabs(plan, self._layers)
+        found = [0.0] * devices
+        for slab, cut in cuts(plan, following, self._layers, self.elements).items():
+            for device in cut.changed:
+                holds = device in cut.before
+                found[device] += self._recut(slab, cut.after[device], holds, slab in sharded)[0]
+        return found
+
+    def _recut(
+        self, slab: int, part: Range, holds: bool, sharded: bool
+    ) -> tuple[float, float, float]:
+        """Bytes of another part of a slab: taken early, taken more by the update, and after it.
+
+        Args:
+            holds: whether the device has the slab now.
+            sharded: whether its state is split now; a whole one is only cut by the update.
+        """
+        whole = part[1] - part[0] == self.elements[slab]
+        after = self.slab(slab) if whole else self.slab(slab, part=part)
+        if not holds:
+            return after, 0.0, after
+        if not sharded:
+            return 0.0, after, after
+        return after if whole else self.part(slab, part), 0.0, after
 
     def _twice_tied(self, plan: Plan, device: int) -> float:
         """Bytes of the second sum of a tied slab's gradient, where both its users are here."""
         tied = self._layers.tied_slab
         both = device in plan.stages[0].group and device in plan.stages[-1].group
-        return 4.0 * self._elements[tied] if self._exact and tied is not None and both else 0.0
+        return 4.0 * self.elements[tied] if self._exact and tied is not None and both else 0.0
 
     # ---- passes ------------------------------------------------------------------------------
 
@@ -273,6 +300,9 @@ class _Replay:
         self.swapped = set(self.slabs) & set(o.optimizer)
         after = program.next_plan
         self.later = frozenset(after.o_plan.optimizer if after is not None else ())
+        self.sharded = sharded_slabs(held, footprint._layers)
+        # Bytes that the update takes before it gives up the present state, and the change in all.
+        self.cut: dict[int, tuple[float, float]] = {}
         self.passes = {n: footprint._stage(plan.stages[n], o) for n in plan.stages_of(device)}
         self.sent = 0.0
         receives = (RecvActivation, RecvGradient)
@@ -299,9 +329,12 @@ class _Replay:
                 self._transfer(op)
             elif isinstance(op, RecvState):
                 self._join(op)
+            elif isinstance(op, Recut):
+                self._recut(op)
             elif isinstance(op, GlobalNorm):
                 rest = self.instructions[number + 1 :]
                 updated = [i.slab for i in rest if isinstance(i, UpdateOrSkip)]
+                self.swapped -= self.cut.keys()
                 first = [slab for slab in updated if slab in self.swapped][:WINDOW]
                 window = sum(map(self.f.window, first))
                 return max(self.peak, self.used + window), self._updates(rest)
@@ -370,25 +403,41 @@ class _Replay:
         self.slabs[slab] = self.f.slab(slab, offloaded=offloaded)
         return self.slabs[slab]
 
+    def _recut(self, op: Recut) -> None:
+        """Room for another part; where the whole state is here, only at the update."""
+        now = self.slabs.get(op.slab)
+        early, more, after = self.f._recut(
+            op.slab, (op.start, op.stop), now is not None, op.slab in self.sharded
+        )
+        self._take(early)
+        self.slabs[op.slab] = after
+        if now is not None:
+            self.cut[op.slab] = (more, after - early - now)
+
     def _updates(self, instructions: Sequence[Instruction]) -> float:
         """Peak after the global norm."""
         used = peak = self.used - self.sent
-        window: list[float] = []
+        updates = [i.slab for i in instructions if isinstance(i, UpdateOrSkip)]
+        coming = deque(self.f.window(slab) for slab in updates if slab in self.swapped)
+        # States from the host: one goes when the next comes, the last ones when all must be back.
+        window = deque(coming.popleft() for _ in range(min(WINDOW, len(coming))))
         for op in instructions:
-            if isinstance(op, UpdateOrSkip) and op.slab in self.swapped:
-                window = [*window[1 - WINDOW :], self.f.window(op.slab)]
-                peak = max(peak, used + sum(window))
+            if isinstance(op, (SendState, Drop)):
+                window.clear()
+            peak = max(peak, used + sum(window))
+            if isinstance(op, UpdateOrSkip) and op.slab in self.cut:
+                more, change = self.cut.pop(op.slab)
+                peak = max(peak, used + more + sum(window))
+                used += change
+            elif isinstance(op, UpdateOrSkip) and op.slab in self.swapped and coming:
+                window.popleft()
+                window.append(coming.popleft())
             elif isinstance(op, RecvState):
                 used += self._joined(op.slab)
             elif isinstance(op, Drop):
                 used -= self.slabs.pop(op.slab, 0.0)
-            peak = max(peak, used)
-        return peak
+        return max(peak, used + sum(window))
 
 
 def _above(level: Level, token: float, fixed: float = 0.0) -> Level:
     return Level(level.fixed + fixed, level.token + token)
-
-
-def _round_up(value: int, multiple: int) -> int:
-    return -(-value // multiple) * multiple

@@ -244,7 +244,7 @@ class Hbsa:
     ) -> Decision:
         plan = chosen.plan
         if self.peak is not None:
-            plan = Plan(plan.stages)  # the paper's totals say nothing about single units
+            plan = self.units.placed(Plan(plan.stages))  # the paper says nothing of single units
         action = action_of(None if kept is None else kept.plan, plan)
         if total is not None and (total.recomputed or total.offloaded):
             action = type(action).OPTIMISE

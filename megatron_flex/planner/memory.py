@@ -18,12 +18,15 @@ takes on each device, instruction by instruction, is in :mod:`megatron_flex.plan
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from megatron_flex.model.config import ModelConfig
 from megatron_flex.model.layers import Kind
 from megatron_flex.planner.passes import DTYPE_BYTES, passes
+from megatron_flex.schedule.shards import GRAIN
+
+_ROW = 1024  # elements; slabs are padded to a multiple
 
 GRADIENT_BYTES = 4
 MOMENT_BYTES = 8
@@ -110,6 +113,25 @@ def parameter_count(config: ModelConfig, kind: Kind) -> int:
 def word_embedding_count(config: ModelConfig) -> int:
     """Parameters of one word embedding (tied: the shared slab; else one in each end unit)."""
     return config.padded_vocab_size * config.hidden_size
+
+
+def slab_elements(config: ModelConfig) -> tuple[int, ...]:
+    """Padded elements of every slab, as ``runtime/slab.py`` lays them out."""
+    words = word_embedding_count(config)
+
+    def padded(sizes: Sequence[int]) -> int:
+        return _round_up(sum(_round_up(size, GRAIN) for size in sizes), _ROW)
+
+    found = []
+    for unit in config.layers.units:
+        end = unit.kind in (Kind.EMBEDDING, Kind.HEAD)
+        own = (words,) if end and config.untie_embeddings_and_output_weights else ()
+        found.append(padded((*own, *parameter_sizes(config, unit.kind))))
+    return (*found, padded((words,))) if config.layers.tied else tuple(found)
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
 
 
 def total_parameters(config: ModelConfig) -> int:

@@ -2,15 +2,16 @@
 
 A plan has a text form, one field a stage, separated by ``|``: ``0:5@0,1 | 5:9@2`` puts units
 0 to 4 on devices 0 and 1 (two data-parallel replicas) and units 5 to 8 on device 2. Memory
-optimisation follows after semicolons, ``; recompute 1-3 ; optimizer 5,6 ; activations 4``: the
-units whose activations are recomputed, whose optimizer state lives on the host, and whose saved
-activations travel to the host and back; and ``; lean`` for fewer micro-batches in flight.
+optimisation follows after semicolons, ``; recompute 1-3 ; optimizer 5,6 ; activations 4 ; shard
+0-2``: the units whose activations are recomputed, whose optimizer state lives on the host, whose
+saved activations travel to the host and back, and whose optimizer state is split over the replicas;
+and ``; lean`` for fewer micro-batches in flight.
 """
 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 _STAGE = re.compile(
@@ -21,6 +22,7 @@ _STAGE = re.compile(
 _UNITS = re.compile(r"\d+(?:\s*-\s*\d+)?(?:\s*,\s*\d+(?:\s*-\s*\d+)?)*")
 _LARGEST = 1_000_000
 """No unit or device has a larger number: a text with one is refused before its ranges are made."""
+_NAMES = ("recompute", "optimizer", "activations", "shard")
 
 
 class PlanError(ValueError):
@@ -49,15 +51,18 @@ class OPlan:
         activations: units whose saved activations go to the host until their backward.
         lean: no more forwards in flight than micro-batches that never wait would need, where
             1F1B's stages have different degrees (``schedule/policies/policy.py``).
+        shard: units whose own slab's optimizer state is split over the slab's holders; with one
+            holder it stays whole.
     """
 
     recompute: tuple[int, ...] = ()
     optimizer: tuple[int, ...] = ()
     activations: tuple[int, ...] = ()
     lean: bool = False
+    shard: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        for name in ("recompute", "optimizer", "activations"):
+        for name in _NAMES:
             units = getattr(self, name)
             if any(b <= a for a, b in zip((-1, *units), units, strict=False)):
                 raise PlanError(f"the units of '{name}' must ascend, each once: {units}")
@@ -66,17 +71,19 @@ class OPlan:
             raise PlanError(
                 f"unit {both[0]} is recomputed and its activations go to the host: choose one"
             )
+        both = sorted(set(self.optimizer) & set(self.shard))
+        if both:
+            raise PlanError(
+                f"the optimizer state of unit {both[0]} is split over its replicas and goes to the"
+                " host: choose one"
+            )
 
     def __bool__(self) -> bool:
-        return bool(self.recompute or self.optimizer or self.activations or self.lean)
+        return self.lean or any(getattr(self, name) for name in _NAMES)
 
     def __str__(self) -> str:
         """As in a plan's text form, without the leading semicolon; empty for none."""
-        parts = [
-            f"{name} {_ranges(getattr(self, name))}"
-            for name in ("recompute", "optimizer", "activations")
-            if getattr(self, name)
-        ]
+        parts = [f"{name} {_ranges(getattr(self, name))}" for name in _NAMES if getattr(self, name)]
         return " ; ".join([*parts, "lean"] if self.lean else parts)
 
     @classmethod
@@ -88,10 +95,10 @@ class OPlan:
         for field in (f for f in fields if f and f != "lean"):
             name, _, units = field.partition(" ")
             units = units.strip()
-            if name not in ("recompute", "optimizer", "activations") or name in found:
+            if name not in _NAMES or name in found:
                 raise PlanError(
-                    f"'{field}' in a plan: expected each of recompute, optimizer, activations at"
-                    " most once, with units, such as 'recompute 1-3,6', or 'lean'"
+                    f"'{field}' in a plan: expected each of {', '.join(_NAMES)} at most once, with"
+                    " units, such as 'recompute 1-3,6', or 'lean'"
                 )
             if not _UNITS.fullmatch(units):
                 raise PlanError(f"'{field}' in a plan: '{units}' are not units, such as 1-3,6")
@@ -122,7 +129,8 @@ class Plan:
             if not stage.group or len(set(stage.group)) != len(stage.group) or min(stage.group) < 0:
                 raise PlanError(f"stage {number} ({stage}) needs devices, each named once")
             expected = stage.stop
-        for units in (self.o_plan.recompute, self.o_plan.optimizer, self.o_plan.activations):
+        for name in _NAMES:
+            units = getattr(self.o_plan, name)
             if units and units[-1] >= expected:
                 raise PlanError(
                     f"the plan has units 0 to {expected - 1}, but memory optimisation names unit"
@@ -154,6 +162,20 @@ class Plan:
             if stage.start <= unit < stage.stop:
                 return tuple(sorted(stage.group))
         raise PlanError(f"unit {unit} is in no stage of {self}")
+
+    def keeps(self, other: Plan) -> bool:
+        """Whether all slabs and parts of optimizer state are where ``other`` has them."""
+        return self.stages == other.stages and self.o_plan.shard == other.o_plan.shard
+
+    def sharded(self) -> Plan:
+        """With the optimizer state of all units of several holders split over them.
+
+        But for those whose state lives on the host.
+        """
+        o = self.o_plan
+        several = (s for s in self.stages if len(s.group) > 1)
+        units = {u for s in several for u in range(s.start, s.stop)} - set(o.optimizer)
+        return replace(self, o_plan=replace(o, shard=tuple(sorted(units))))
 
     def check(self, num_units: int, num_devices: int) -> None:
         """Raise :class:`PlanError` unless the plan fits a model and a world size."""

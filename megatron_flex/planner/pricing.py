@@ -159,7 +159,7 @@ class Pricer:
             shortfall = self._shortfall(plan)
         size = self.device_bytes(groups, cost, parts)
         return Price(
-            Plan(plan.stages, optimisation),
+            self.costs.placed(Plan(plan.stages, optimisation)),
             seconds,
             before_update,
             _exposed(tables, groups, cost, parts),

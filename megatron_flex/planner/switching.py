@@ -219,20 +219,22 @@ def _moves(costs: ModelCosts, running: Running, plan: Plan, early: bool) -> list
     moves = []
     for slab, (old, new) in enumerate(zip(before, after, strict=True)):
         size = travelling(costs, slab, len(new))
-        for device in new:
-            need = size
+        optimizer = float(costs.slab_state(slab).optimizer)
+        for place, device in enumerate(new):
+            need, room = size, size + joiner_bytes(costs, slab)  # its gradients come with it
             if device in old:
-                if not costs.options.shard_optimizer or len(old) == len(new):
+                if not costs.options.shard_optimizer:
                     continue
-                need = costs.slab_state(slab).optimizer / len(new)  # its shard is cut anew
+                lacks = _lacks(old.index(device), len(old), place, len(new))
+                if lacks <= 1e-9:
+                    continue
+                need, room = optimizer * lacks, optimizer / len(new)
             sources = [d for d in old if d != device]
             if not sources or need <= 0:
                 continue
             server = costs.cluster.server_of(device)
             source = min(sources, key=lambda d: (costs.cluster.server_of(d) != server, load[d], d))
             load[source] += need
-            # Its gradients come into being with it.
-            room = need + (0.0 if device in old else joiner_bytes(costs, slab))
             fits = early and spare[device] >= room
             if fits:
                 spare[device] -= room
@@ -240,6 +242,15 @@ def _moves(costs: ModelCosts, running: Running, plan: Plan, early: bool) -> list
                 Move(slab, source, device, need, Way.JOIN_EARLY if fits else Way.HAND_OVER)
             )
     return moves
+
+
+def _lacks(was: int, before: int, place: int, degree: int) -> float:
+    """The part of a sharded slab that a device lacks of its new part.
+
+    It was holder number ``was`` of ``before``, and will be number ``place`` of ``degree``.
+    """
+    both = min((was + 1.0) / before, (place + 1.0) / degree) - max(was / before, place / degree)
+    return 1.0 / degree - max(0.0, both)
 
 
 def _network_seconds(costs: ModelCosts, moves: list[Move]) -> float:

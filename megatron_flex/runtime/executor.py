@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import astuple, dataclass, field, fields, replace
@@ -26,6 +26,7 @@ from megatron_flex.runtime.holdings import Holdings
 from megatron_flex.runtime.memory import Expected
 from megatron_flex.runtime.optimizer import OptimizerConfig, StepSize, clip_coefficient, update
 from megatron_flex.runtime.recompute import recomputed
+from megatron_flex.runtime.shards import ShardMoves, collect
 from megatron_flex.runtime.slab import Slab
 from megatron_flex.runtime.states import StateTransfers
 from megatron_flex.runtime.swap import OptimizerSwap
@@ -35,15 +36,20 @@ from megatron_flex.schedule.instructions import (
     Compute,
     Drop,
     Forward,
+    GatherParameters,
     GlobalNorm,
     Instruction,
     Program,
+    Recut,
     RecvActivation,
     RecvGradient,
+    RecvPiece,
     RecvState,
     ReduceGradient,
+    ScatterGradient,
     SendActivation,
     SendGradient,
+    SendPiece,
     SendState,
     SquaredNorm,
     UpdateOrSkip,
@@ -113,6 +119,8 @@ class _Run:
     outgoing: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
     reductions: dict[int, dist.Work] = field(default_factory=dict)
     finished: set[int] = field(default_factory=set)
+    # Slabs of whose gradient this device has the sum of its own part only, and the first holder.
+    scattered: dict[int, int] = field(default_factory=dict)
     result: StepResult | None = None
 
     def __post_init__(self) -> None:
@@ -140,6 +148,7 @@ class Executor:
         dtype = torch.bfloat16 if holdings.config.params_dtype == "bfloat16" else torch.float32
         self._communicator = Communicator(world, holdings.config.hidden_size, dtype)
         self._states = StateTransfers(world, arena)
+        self._shards = ShardMoves(world, holdings, self._states)
         self.clock = Clock(world.device)
         self._slabs_of = [unit.slabs for unit in holdings.config.layers.units]
         self._swap = OptimizerSwap(world.device)
@@ -211,10 +220,20 @@ class Executor:
                 self._send_state(None, op)
             elif isinstance(op, RecvState):
                 self._receive_state(None, op)
+            elif isinstance(op, Recut):
+                self._recut(None, op)
+            elif isinstance(op, SendPiece):
+                self._send_piece(None, op)
+            elif isinstance(op, RecvPiece):
+                self._shards.receive(op)
         self.settle()
         for op in instructions:
-            if isinstance(op, Drop):
+            if isinstance(op, Recut):
+                self._shards.finish(op.slab)
+            elif isinstance(op, Drop):
                 self.holdings.drop(op.slab)
+            elif isinstance(op, GatherParameters):
+                self._shards.gather(op)
 
     def settle(self) -> None:
         """Wait for all slab states on their way, before anything but a program uses the slabs."""
@@ -222,14 +241,22 @@ class Executor:
             self._wait_arrived(slab)
         for slab in self._states.leaving:
             self._states.left(slab)
+        self._shards.settle()
 
-    def copy_states(self, copy: Callable[[int, torch.Tensor], Future[None]]) -> None:
+    def collect(self) -> dict[int, Slab]:
+        """Owned sharded slabs with their whole state on the host. All workers together."""
+        self._shards.settle()
+        return collect(self.world, self.holdings)
+
+    def copy_states(
+        self, copy: Callable[[int, torch.Tensor], Future[None]], whole: Mapping[int, Slab]
+    ) -> None:
         """Begin ``copy(slab, state)`` for all owned slabs, or when a slab has arrived.
 
-        Whatever changes or drops a slab next waits for its copy.
+        Whatever changes or drops a slab next waits for its copy. ``whole`` is of :meth:`collect`.
         """
         for number in self.holdings.owned:
-            slab = self.holdings.slabs[number]
+            slab = whole.get(number, self.holdings.slabs[number])
             if slab.layout.numel:
                 self._states.copy(number, partial(copy, number, slab.state))
 
@@ -348,8 +375,14 @@ class Executor:
         if slab.layout.numel:
             assert self.world.reductions is not None
             gradient = slab.grads if slab.sums is None else slab.sums
+            reduce = self.world.reductions.all_reduce
+            if isinstance(op, ScatterGradient):
+                run.scattered[op.slab] = op.group[0]
+                # Exact sums are reduced whole: their norm's bits must not depend on the parts.
+                if slab.sums is None:
+                    reduce = self.world.reductions.reduce_scatter
             with explain(op, self.world):
-                run.reductions[op.slab] = self.world.reductions.all_reduce(gradient, op.group)
+                run.reductions[op.slab] = reduce(gradient, op.group)
 
     def _gradient(self, run: _Run, number: int) -> Slab:
         """The slab, when its gradient is reduced and complete."""
@@ -365,10 +398,16 @@ class Executor:
 
     def _squared_norm(self, run: _Run, op: SquaredNorm) -> None:
         slab = self._gradient(run, op.slab)
+        part = None
+        if op.slab in run.scattered:
+            if slab.sums is None:
+                part = slab.part
+            elif run.scattered[op.slab] != self.world.rank:
+                return
         # Added, not set: a device may already have marked the slab's gradient as not finite.
-        run.squares[op.slab] += slab.squared_norm()
+        run.squares[op.slab] += slab.squared_norm(part)
         if run.inputs.count_zeros:
-            run.zeros += slab.zeros()
+            run.zeros += slab.zeros(part)
 
     def _accumulate(self, run: _Run, op: Backward) -> None:
         """Move this micro-batch's gradients into the exact sums."""
@@ -382,6 +421,8 @@ class Executor:
         # Each element has one contributor and zeros elsewhere, so the sum is exact and the
         # same whatever the plan; it is taken in slab and micro-batch order afterwards.
         # The last signal is this class's own: whether hand-overs can go through host memory.
+        # A group may be destroyed when all have passed the norm after its last use.
+        self._shards.settle()
         if run.training:
             self._swap.begin(self._to_update(run))
         signals = torch.tensor((*run.inputs.signals, self._states.unready), dtype=torch.float64)
@@ -420,9 +461,11 @@ class Executor:
     def _update_or_skip(self, run: _Run, op: UpdateOrSkip) -> None:
         assert run.result is not None
         assert run.inputs.step_size is not None
-        slab = self._gradient(run, op.slab)
+        self._gradient(run, op.slab)
         self._wait_arrived(op.slab)
         self._states.left(op.slab)
+        self._shards.finish(op.slab)
+        slab = self.holdings.slabs[op.slab]
         if not run.result.skipped:
             coefficient = clip_coefficient(run.result.grad_norm, self.optimizer.clip_grad)
             swaps = slab.offloaded and slab.layout.numel > 0
@@ -439,11 +482,16 @@ class Executor:
         slab.grads.zero_()
 
     def _to_update(self, run: _Run) -> list[Slab]:
-        """The slabs that will be updated, in order, without those that are still to come."""
-        slabs = self.holdings.slabs
-        instructions = run.program.instructions[self.world.rank]
-        updates = (i.slab for i in instructions if isinstance(i, UpdateOrSkip))
-        return [slabs[number] for number in updates if number in slabs]
+        """The slabs whose states must come from the host for their updates, in order."""
+        anew = self._shards.cut_anew
+        found = []
+        for op in run.program.instructions[self.world.rank]:
+            if isinstance(op, UpdateOrSkip) and op.slab not in anew:
+                slab = self.holdings.slabs.get(op.slab)
+                if slab is not None and slab.offloaded:
+                    self._wait_arrived(op.slab)  # of a joiner's state
+                    found.append(slab)
+        return found
 
     # ---- a switch ----------------------------------------------------------------------------
 
@@ -463,6 +511,25 @@ class Executor:
         if slab.layout.numel:
             self._states.receive(op, slab.state)
 
+    def _gather(self, run: _Run, op: GatherParameters) -> None:
+        self._shards.gather(op)
+
+    def _recut(self, run: _Run | None, op: Recut) -> None:
+        self._ready_to_cut(op.slab)
+        self._shards.recut(op)
+
+    def _send_piece(self, run: _Run | None, op: SendPiece) -> None:
+        self._ready_to_cut(op.slab)
+        self._shards.send(op)
+
+    def _receive_piece(self, run: _Run, op: RecvPiece) -> None:
+        self._shards.receive(op)
+
+    def _ready_to_cut(self, number: int) -> None:
+        """Wait until a slab's optimizer state is there."""
+        self._wait_arrived(number)
+        self._swap.settle()
+
     def _drop(self, run: _Run, op: Drop) -> None:
         slab = self._gradient(run, op.slab)
         # What was handed over to a device without work may still be on its way.
@@ -473,11 +540,12 @@ class Executor:
         self.holdings.drop(op.slab)
 
     def _wait_arrived(self, number: int) -> bool:
-        """Have a slab whose state is on its way here; whether it was."""
+        """Have a slab whose state or parameters are on their way here; whether they were."""
         arrived = self._states.arrived(number)
         if arrived:
             self.holdings.slabs[number].params_from_masters()
-        return arrived
+        gathered = self._shards.gathered(number)
+        return arrived or gathered
 
 
 HANDLERS: dict[type[Instruction], Callable[[Executor, _Run, Any], None]] = {
@@ -488,9 +556,14 @@ HANDLERS: dict[type[Instruction], Callable[[Executor, _Run, Any], None]] = {
     RecvActivation: Executor._receive_activation,
     RecvGradient: Executor._receive_gradient,
     ReduceGradient: Executor._reduce,
+    ScatterGradient: Executor._reduce,
     SquaredNorm: Executor._squared_norm,
     GlobalNorm: Executor._global_norm,
     UpdateOrSkip: Executor._update_or_skip,
+    GatherParameters: Executor._gather,
+    Recut: Executor._recut,
+    SendPiece: Executor._send_piece,
+    RecvPiece: Executor._receive_piece,
     SendState: Executor._send_state,
     RecvState: Executor._receive_state,
     Drop: Executor._drop,
@@ -498,11 +571,11 @@ HANDLERS: dict[type[Instruction], Callable[[Executor, _Run, Any], None]] = {
 
 
 def reduction_groups(programs: Sequence[Program]) -> set[tuple[int, ...]]:
-    """The sets of devices in which any of ``programs`` reduces gradients."""
-    return {
-        op.group
-        for program in programs
-        for instructions in program.instructions
-        for op in instructions
-        if isinstance(op, ReduceGradient)
-    }
+    """The sets of devices in which any of ``programs`` reduces gradients or gathers parameters."""
+    return used_groups(steps for program in programs for steps in program.instructions)
+
+
+def used_groups(lists: Iterable[Sequence[Instruction]]) -> set[tuple[int, ...]]:
+    """The same, of instruction lists."""
+    collective = (ReduceGradient, GatherParameters)
+    return {op.group for steps in lists for op in steps if isinstance(op, collective)}

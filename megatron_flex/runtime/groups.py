@@ -1,4 +1,4 @@
-"""Process groups for gradient reductions over changing sets of workers.
+"""Process groups for gradient reductions (and gathers) over changing sets of workers.
 
 A group costs milliseconds, threads and file descriptors, so groups are made in a thread while the
 iteration that first needs them computes, kept for later iterations, and the least recently used
@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_flex.runtime.liveness import Liveness
+from megatron_flex.schedule.shards import even, share
 
 Ranks = tuple[int, ...]
 Group = Any  # ProcessGroupGloo or ProcessGroupNCCL, whichever this torch was built with
@@ -58,6 +59,9 @@ class ReductionGroups:
         self._backend = backend
         self._timeout = timeout
         self.capacity = capacity
+        # gloo's reduce-scatter takes two to three times as long as its all-reduce, and its gather
+        # of equal parts twice the memory of the whole (torch 2.13).
+        self.scatters = backend == "nccl"
         self._liveness = liveness
         self._known: OrderedDict[Ranks, Future[Group] | None] = OrderedDict()
         self._made: Counter[Ranks] = Counter()
@@ -88,14 +92,38 @@ class ReductionGroups:
 
     def all_reduce(self, tensor: torch.Tensor, ranks: Ranks) -> dist.Work:
         """Begin to sum ``tensor`` in place over ``ranks``; waits for a group still being made."""
+        work: dist.Work = self._group(ranks).allreduce([tensor])
+        return work
+
+    def reduce_scatter(self, tensor: torch.Tensor, ranks: Ranks) -> dist.Work:
+        """Begin to sum ``tensor`` over ``ranks``; each gets the sum of its own part.
+
+        In place; the other parts (:func:`~megatron_flex.schedule.shards.share`) are undefined.
+        """
+        if not self.scatters or not even(tensor.numel(), len(ranks)):
+            return self.all_reduce(tensor, ranks)
+        part = tensor.view(len(ranks), -1)[ranks.index(self._rank)]
+        work: dist.Work = self._group(ranks)._reduce_scatter_base(part, tensor)
+        return work
+
+    def all_gather(self, tensor: torch.Tensor, ranks: Ranks) -> list[dist.Work]:
+        """Begin to fill ``tensor`` from its parts, of which each of ``ranks`` has its own."""
+        group, count, numel = self._group(ranks), len(ranks), tensor.numel()
+        if self.scatters and even(numel, count):
+            part = tensor.view(count, -1)[ranks.index(self._rank)]
+            return [group._allgather_base(tensor, part)]
+        parts = (share(numel, count, place) for place in range(count))
+        return [
+            group.broadcast(tensor[start:stop], place)
+            for place, (start, stop) in enumerate(parts)
+            if start < stop
+        ]
+
+    def _group(self, ranks: Ranks) -> Group:
+        """The group; ``RuntimeError`` if it does not come in time, or a member is gone."""
         future = self._known[ranks]
         if future is None:
             raise ValueError(f"worker {self._rank} does not belong to the group {ranks}")
-        work: dist.Work = self._made_now(ranks, future).allreduce([tensor])
-        return work
-
-    def _made_now(self, ranks: Ranks, future: Future[Group]) -> Group:
-        """The group; ``RuntimeError`` if it does not come in time, or a member is gone."""
         seconds = self._timeout.total_seconds()
         deadline = time.monotonic() + seconds
         while True:

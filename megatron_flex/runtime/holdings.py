@@ -17,6 +17,7 @@ from megatron_flex.model.megatron import DTYPES
 from megatron_flex.planner.plan import Plan
 from megatron_flex.runtime.memory import MemoryMeter
 from megatron_flex.runtime.slab import Slab, SlabLayout, SlabPool
+from megatron_flex.schedule.shards import Range, sharded_slabs, share
 from megatron_flex.schedule.slabs import slab_holders
 
 
@@ -27,6 +28,7 @@ class Holdings:
         slabs: by number.
         blocks: by unit; exactly the units of which this device holds all slabs.
         owned: slabs of which this device is the owner (the lowest holder): it saves them.
+        shared: held slabs whose optimizer state is sharded, and their holders, ascending.
         updates: optimizer updates applied so far, the same on all devices.
         memory: counts the bytes in use on the device; what the pool keeps is free for use.
     """
@@ -52,27 +54,31 @@ class Holdings:
         self.slabs: dict[int, Slab] = {}
         self.blocks: dict[int, Block] = {}
         self.owned: tuple[int, ...] = ()
+        self.shared: dict[int, tuple[int, ...]] = {}
         self.updates = 0
         self.memory = MemoryMeter(device)  # before there is anything to count
         self.pool = SlabPool(DTYPES[config.params_dtype], device, exact)
         self._shells: dict[int, tuple[Block, dict[str, torch.nn.Parameter]]] = {}
         self._layouts: dict[int, SlabLayout] = {}
         self._training = True
+        sharded = sharded_slabs(plan, config.layers)
         for number, holders in enumerate(slab_holders(plan, config.layers)):
             if rank in holders:
                 self._initialize(self.join(number))
+                if number in sharded:
+                    place = holders.index(rank)
+                    self.cut(number, share(self._layout(number).numel, len(holders), place))
         self.adopt(plan)
 
-    def join(self, number: int, *, offloaded: bool = False) -> Slab:
+    def join(self, number: int, *, offloaded: bool = False, part: Range | None = None) -> Slab:
         """Make room for a slab, and put up the blocks that are complete with it.
 
         Its weights and optimizer state are undefined until they are filled. ``offloaded``: the
-        state is in the host's memory.
+        state is in the host's memory. ``part``: elements whose optimizer state will be here.
         """
         layout = self._layout(number)
         offloaded = offloaded and layout.numel > 0
-        slab = Slab(number, layout, self.pool.take(layout.numel, offloaded=offloaded))
-        self.memory.set_aside(self.pool.kept)
+        slab = self._make(number, part or (0, layout.numel), offloaded=offloaded)
         self.slabs[number] = slab
         for unit in self._units(number):
             slabs = self.config.layers.units[unit].slabs
@@ -81,7 +87,7 @@ class Holdings:
         return slab
 
     def drop(self, number: int) -> None:
-        """Give up a slab and the blocks that need it."""
+        """Give up a slab and the blocks that need it; its gradients must be zero."""
         for unit in self._units(number):
             block = self.blocks.pop(unit, None)
             if block is not None:
@@ -101,13 +107,67 @@ class Holdings:
             new.state.copy_(old.state)
             if old.mixed or offloaded:
                 new.params.copy_(old.params)
-        slab = self.slabs[number] = Slab(number, old.layout, new)
-        for unit in self._units(number):
+        self._exchange(Slab(number, old.layout, new))
+
+    def cut(self, number: int, part: Range) -> None:
+        """Keep only a part of a slab's optimizer state, of which all is here."""
+        old = self.slabs[number]
+        if part == old.part:
+            return
+        new = self._make(number, part)
+        with torch.no_grad():
+            new.params.copy_(old.params)
+            new.grads.copy_(old.grads)
+        new.take_part(old)
+        self._exchange(new)
+
+    def recut(self, number: int, part: Range) -> Slab:
+        """Room for another part of a sharded slab, with what is known of it.
+
+        To be installed; where it is sharded too, parameters and gradients are the same memory.
+        """
+        old = self.slabs[number]
+        if part == (0, old.layout.numel):
+            new = self._make(number, part)
+        else:
+            new = Slab(number, old.layout, old.buffers.of_part(part), part)
+        start, stop = max(part[0], old.part[0]), min(part[1], old.part[1])
+        if start < stop:
+            with torch.no_grad():
+                pieces = zip(new.piece(start, stop), old.piece(start, stop), strict=True)
+                for target, source in pieces:
+                    target.copy_(source)
+        return new
+
+    def install(self, new: Slab) -> None:
+        """Put a slab with another part of its optimizer state in place of the one that is here."""
+        old = self.slabs[new.index]
+        if old is not new:
+            if not new.sharded:
+                with torch.no_grad():
+                    new.params.copy_(old.params)
+                    new.grads.copy_(old.grads)
+            self._exchange(new)
+        new.params_from_masters()
+
+    def _make(self, number: int, part: Range, *, offloaded: bool = False) -> Slab:
+        layout = self._layout(number)
+        sharded = part != (0, layout.numel)
+        buffers = self.pool.take(layout.numel, offloaded=offloaded, sharded=sharded)
+        self.memory.set_aside(self.pool.kept)
+        return Slab(number, layout, buffers.of_part(part) if sharded else buffers, part)
+
+    def _exchange(self, new: Slab) -> None:
+        """Put a slab in place of one of the same weights, whose memory goes if it is its own."""
+        old, self.slabs[new.index] = self.slabs[new.index], new
+        for unit in self._units(new.index):
             block = self.blocks.get(unit)
             if block is not None:
-                for name, parameter in slab.parameters_of(unit).items():
+                for name, parameter in new.parameters_of(unit).items():
                     block.bind(name, parameter)
-        self.pool.give(old.buffers)
+        if old.grads is not new.grads:
+            old.grads.zero_()
+            self.pool.give(old.buffers)
         self.memory.set_aside(self.pool.kept)
 
     def adopt(self, plan: Plan) -> None:
@@ -120,9 +180,11 @@ class Holdings:
                 f" it {sorted(wanted)}"
             )
         self.owned = tuple(s for s in sorted(wanted) if holders[s][0] == self.rank)
+        sharded = sharded_slabs(plan, self.config.layers)
+        self.shared = {s: holders[s] for s in sorted(wanted & sharded)}
 
     def state_bytes(self, number: int) -> int:
-        """Bytes of a slab's :attr:`Buffers.state`, held here or not."""
+        """Bytes of a slab's whole state, held here or not."""
         return 3 * 4 * self._layout(number).numel
 
     def train(self, mode: bool) -> None:
@@ -135,7 +197,10 @@ class Holdings:
     def named_state(
         self, *, owned: bool, model: bool = True, optimizer: bool = True
     ) -> dict[str, torch.Tensor]:
-        """Views of all state by checkpoint name; of owned slabs only, or of every held one."""
+        """Views of all state by checkpoint name; of owned slabs only, or of every held one.
+
+        With sharded slabs see :mod:`megatron_flex.runtime.shards`.
+        """
         merged: dict[str, torch.Tensor] = {}
         for number in self.owned if owned else sorted(self.slabs):
             merged.update(self.slabs[number].named_state(model=model, optimizer=optimizer))
@@ -186,6 +251,7 @@ class Holdings:
         self.blocks[unit] = block
 
     def _initialize(self, slab: Slab) -> None:
+        slab.params.zero_()  # what is between parameters too
         names = self._names(self._units(slab.index)[0], slab.index)
         initialize(self.config, slab.index, {name: slab.parameters[name] for name in names})
         slab.masters_from_params()

@@ -44,26 +44,30 @@ def update(
 ) -> None:
     """Scale the gradient of ``slab`` by ``coefficient`` and apply one step of AdamW.
 
+    To this device's part, if the slab is sharded.
+
     Args:
         updates: the number of updates that were applied before this one.
         brought: of an offloaded slab, its ``swapped`` part, copied to the device; it is
             changed there.
     """
-    if slab.layout.numel == 0:
+    start, stop = slab.part
+    if start == stop:
         return
+    grads = slab.grads[start:stop]
     if coefficient != 1.0:
-        slab.grads.mul_(coefficient)
+        grads.mul_(coefficient)
     master, exp_avg, exp_avg_sq = slab.master, slab.exp_avg, slab.exp_avg_sq
     if brought is not None:
         *weights, exp_avg, exp_avg_sq = brought.split(slab.layout.numel)
         master = weights[0] if weights else slab.params
-    split = slab.layout.decayed
+    split = min(max(slab.layout.decayed - start, 0), stop - start)
     for part, decay in ((slice(0, split), size.weight_decay), (slice(split, None), 0.0)):
         if master[part].numel() == 0:
             continue
         adamw(
             [master[part]],
-            [slab.grads[part]],
+            [grads[part]],
             [exp_avg[part]],
             [exp_avg_sq[part]],
             [],

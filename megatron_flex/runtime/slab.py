@@ -7,15 +7,18 @@ a block is a slab).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 
+from megatron_flex.schedule.shards import GRAIN, Range
+
 # Every parameter starts at a multiple of this many elements: 64 bytes in bfloat16, 128 in float32.
 # Unaligned one-row products differ in their last bits.
-ALIGNMENT = 32
+ALIGNMENT = GRAIN
 # The whole slab is padded to this many elements, so that its norm is a sum over equal rows.
 ROW = 1024
 
@@ -66,12 +69,14 @@ class Buffers:
 
     Attributes:
         state: ``[3 * numel]`` float32: master weights, then Adam's two moments. What travels. In
-            host memory if ``offloaded``.
+            host memory if ``offloaded``. If ``sharded`` of this device's part of the slab only, and
+            without master weights in a float32 model: those are the parameters.
         grads: ``[numel]`` float32.
         params: ``[numel]`` in the model's type; for a float32 model a view of the master weights,
             unless these are offloaded.
         sums: ``[numel]`` int64 exact sums of gradients (bitwise mode), else ``None``.
         offloaded: the state is not on the device.
+        sharded: the state is a part's; it is no part of the memory that is reused.
     """
 
     state: torch.Tensor
@@ -79,6 +84,7 @@ class Buffers:
     params: torch.Tensor
     sums: torch.Tensor | None
     offloaded: bool = False
+    sharded: bool = False
 
     @classmethod
     def allocate(
@@ -88,20 +94,30 @@ class Buffers:
         device: torch.device,
         exact: bool,
         offloaded: bool = False,
+        sharded: bool = False,
     ) -> Buffers:
-        """New memory, all zero."""
-        size = 3 * numel
+        """New memory, all zero; without a state if ``sharded``."""
+        size = 0 if sharded else 3 * numel
         state = host_zeros(size, device) if offloaded else torch.zeros(size, device=device)
-        apart = offloaded or dtype != torch.float32
+        apart = offloaded or sharded or dtype != torch.float32
         params = torch.zeros(numel, dtype=dtype, device=device) if apart else state[:numel]
         sums = torch.zeros(numel, dtype=torch.int64, device=device) if exact else None
-        return cls(state, torch.zeros(numel, device=device), params, sums, offloaded)
+        return cls(state, torch.zeros(numel, device=device), params, sums, offloaded, sharded)
+
+    def of_part(self, part: Range) -> Buffers:
+        """The same with a new state, all zero, for a part of the slab."""
+        tensors = 2 if self.params.dtype == torch.float32 else 3
+        size = tensors * (part[1] - part[0])
+        return replace(self, state=torch.zeros(size, device=self.grads.device), sharded=True)
 
     @staticmethod
-    def nbytes(numel: int, dtype: torch.dtype, exact: bool, offloaded: bool = False) -> int:
-        """Bytes of the device's memory that :meth:`allocate` takes."""
-        apart = offloaded or dtype != torch.float32
-        each = 4 + (dtype.itemsize if apart else 0) + (0 if offloaded else 12) + (8 if exact else 0)
+    def nbytes(numel: int, dtype: torch.dtype, exact: bool, stateless: bool = False) -> int:
+        """Bytes of the device's memory that :meth:`allocate` takes.
+
+        ``stateless``: offloaded or sharded.
+        """
+        apart = stateless or dtype != torch.float32
+        each = 4 + (dtype.itemsize if apart else 0) + (0 if stateless else 12) + (8 if exact else 0)
         return numel * each
 
 
@@ -121,36 +137,52 @@ class Slab:
     Attributes:
         params: ``[numel]`` in the model's type. ``parameters`` are views of it by name.
         grads: ``[numel]`` float32 sum of gradients; autograd accumulates into views of it.
-        master: ``[numel]`` float32 weights; the very same memory as ``params`` in a float32 model.
-        exp_avg, exp_avg_sq: ``[numel]`` float32 Adam moments.
+        part: elements ``[start, stop)`` whose optimizer state this device has; all if not sharded.
+        master: ``[part]`` float32 weights; the very same memory as ``params`` in a float32 model.
+        exp_avg, exp_avg_sq: ``[part]`` float32 Adam moments.
         sums: ``[numel]`` int64, see :mod:`megatron_flex.runtime.exact`; ``None`` outside it.
         offloaded: master weights and moments are in host memory. A float32 model's parameters are
             then a copy of the master weights, which ``updated`` says is the newer one.
     """
 
-    def __init__(self, index: int, layout: SlabLayout, buffers: Buffers) -> None:
+    def __init__(
+        self, index: int, layout: SlabLayout, buffers: Buffers, part: Range | None = None
+    ) -> None:
         self.index = index
         self.layout = layout
         self.buffers = buffers
-        numel = layout.numel
+        self.part = part = (0, layout.numel) if part is None else part
+        numel = part[1] - part[0]
         self._state, self.params, self.grads = buffers.state, buffers.params, buffers.grads
         self.sums = buffers.sums
-        self.master, self.exp_avg, self.exp_avg_sq = (
-            self._state[i * numel : (i + 1) * numel] for i in range(3)
-        )
         self.mixed = self.params.dtype != torch.float32
         self.offloaded = buffers.offloaded
+        self.sharded = buffers.sharded
+        self.master = self._own(self.params)
+        if self.mixed or not self.sharded:
+            self.master = self._state[:numel]
+        at = self._state.numel() - 2 * numel
+        self.exp_avg, self.exp_avg_sq = self._state[at : at + numel], self._state[at + numel :]
         self.updated = False
         self.parameters = self._bind(self.grads)
         self._scratch: dict[int, torch.Tensor] = {}  # by unit
 
     @property
     def state(self) -> torch.Tensor:
-        """``[3 * numel]`` float32: master weights and both moments, as they are now."""
+        """``[3 * numel]`` float32: master weights and both moments, as they are now.
+
+        Of a sharded slab see :meth:`piece` and :meth:`spread`.
+        """
+        if self.sharded:
+            raise ValueError(f"slab {self.index} is sharded: no device has its whole state")
+        self._refresh()
+        return self._state
+
+    def _refresh(self) -> None:
+        """Let an offloaded state have the newest weights."""
         if self.updated:
             self.master.copy_(self.params.detach())
             self.updated = False
-        return self._state
 
     @property
     def swapped(self) -> torch.Tensor:
@@ -159,6 +191,39 @@ class Slab:
         A float32 model's weights are there anyway.
         """
         return self._state if self.mixed else self._state[self.layout.numel :]
+
+    def piece(self, start: int, stop: int) -> tuple[torch.Tensor, ...]:
+        """Views of master weights and both moments of elements of this device's part."""
+        self._refresh()
+        a, b = start - self.part[0], stop - self.part[0]
+        return self.master[a:b], self.exp_avg[a:b], self.exp_avg_sq[a:b]
+
+    @torch.no_grad()
+    def spread(self) -> Slab:
+        """This slab, unsharded, with a state in the host's memory where this part is filled in.
+
+        Parameters and gradients are the same memory.
+        """
+        state = host_zeros(3 * self.layout.numel, self.grads.device)
+        buffers = replace(self.buffers, state=state, offloaded=True, sharded=False)
+        whole = Slab(self.index, self.layout, buffers)
+        for target, source in zip(whole.piece(*self.part), self.piece(*self.part), strict=True):
+            target.copy_(source)
+        return whole
+
+    @torch.no_grad()
+    def take_part(self, whole: Slab) -> None:
+        """Copy this part of the optimizer state from one that has it.
+
+        Not the weights of a float32 model: they are parameters.
+        """
+        pieces = zip(self.piece(*self.part), whole.piece(*self.part), strict=True)
+        for target, source in list(pieces)[0 if self.mixed else 1 :]:
+            target.copy_(source)
+
+    def _own(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The part of a slab-sized tensor whose optimizer state is here."""
+        return tensor[self.part[0] : self.part[1]]
 
     def scratch(self, unit: int) -> torch.Tensor:
         """Where autograd puts the gradients of one unit that uses this slab: ``grads``.
@@ -200,36 +265,49 @@ class Slab:
     def masters_from_params(self) -> None:
         """Start the master weights from the parameters (after loading weights alone)."""
         if self.mixed or self.offloaded:
-            self.master.copy_(self.params)
+            self.master.copy_(self._own(self.params))
             self.updated = False
 
     @torch.no_grad()
     def params_from_masters(self) -> None:
-        """Round the master weights to the parameters' type (after an update, or an arrival)."""
+        """Round the master weights to the parameters' type (after an update, or an arrival).
+
+        Of a sharded slab only this device's part.
+        """
         if self.mixed or self.offloaded:
-            self.params.copy_(self.master)
+            self._own(self.params).copy_(self.master)
             self.updated = False
 
-    def squared_norm(self) -> torch.Tensor:
-        """Squared norm of the gradient, a float64 scalar.
+    def squared_norm(self, part: Range | None = None) -> torch.Tensor:
+        """Squared norm of the gradient (of a part), a float64 scalar.
 
         Rows in float32, their squares summed in float64: the layout of a slab does not depend on
         the plan, so neither do the bits of this sum.
         """
-        rows = torch.linalg.vector_norm(self.grads.view(-1, ROW), dim=1)
+        start, stop = (0, self.layout.numel) if part is None else part
+        row = math.gcd(stop - start, ROW) or ROW
+        rows = torch.linalg.vector_norm(self.grads[start:stop].view(-1, row), dim=1)
         return rows.double().square().sum()
 
-    def zeros(self) -> torch.Tensor:
-        """Number of parameters whose gradient is zero; padding does not count."""
-        counts = [(self.view(self.grads, e) == 0).sum() for e in self.layout.entries]
-        return torch.stack(counts).sum() if counts else torch.zeros((), device=self.grads.device)
+    def zeros(self, part: Range | None = None) -> torch.Tensor:
+        """Number of parameters (of a part) whose gradient is zero; padding does not count."""
+        start, stop = (0, self.layout.numel) if part is None else part
+        counts = [torch.zeros((), dtype=torch.int64, device=self.grads.device)]
+        for entry in self.layout.entries:
+            first, last = max(start, entry.offset), min(stop, entry.offset + entry.numel)
+            if first < last:
+                counts.append((self.grads[first:last] == 0).sum())
+        return torch.stack(counts).sum()
 
     def named_state(self, *, model: bool = True, optimizer: bool = True) -> dict[str, torch.Tensor]:
         """Views of everything that a checkpoint holds, by name.
 
         Model tensors have Megatron's parameter names; optimizer tensors are
         ``optimizer.state.{exp_avg,exp_avg_sq,master}.<name>``, master only in mixed precision.
+        The optimizer state of a sharded slab is that of its :meth:`spread`.
         """
+        if self.sharded and optimizer:
+            raise ValueError(f"slab {self.index} is sharded: no device has its whole state")
         buffers = {"": self.params} if model else {}
         if optimizer:
             buffers["optimizer.state.exp_avg."] = self.exp_avg
@@ -252,27 +330,33 @@ class SlabPool:
 
     def __init__(self, dtype: torch.dtype, device: torch.device, exact: bool) -> None:
         self._dtype, self._device, self._exact = dtype, device, exact
-        self._free: dict[tuple[int, bool], list[Buffers]] = {}
+        self._free: dict[tuple[int, bool, bool], list[Buffers]] = {}
         self.used = self.kept = self.most = 0  # bytes on the device
 
-    def take(self, numel: int, *, offloaded: bool = False) -> Buffers:
-        """Zeroed gradients and undefined state for a slab of ``numel`` elements."""
-        size = self._size(numel, offloaded)
+    def take(self, numel: int, *, offloaded: bool = False, sharded: bool = False) -> Buffers:
+        """Zeroed gradients and undefined state for a slab of ``numel`` elements.
+
+        Without a state if ``sharded``.
+        """
+        size = self._size(numel, offloaded or sharded)
         self.used += size
         self.most = max(self.most, self.used)
-        free = self._free.get((numel, offloaded))
+        free = self._free.get((numel, offloaded, sharded))
         if free:
             self.kept -= size
             return free.pop()
         self.trim(self.most - self.used)
-        return Buffers.allocate(numel, self._dtype, self._device, self._exact, offloaded)
+        return Buffers.allocate(numel, self._dtype, self._device, self._exact, offloaded, sharded)
 
     def give(self, buffers: Buffers) -> None:
-        """Take back a slab's memory; its gradients must be zero."""
-        key = buffers.grads.numel(), buffers.offloaded
-        self.used -= self._size(*key)
-        self.kept += self._size(*key)
-        self._free.setdefault(key, []).append(buffers)
+        """Take back a slab's memory; its gradients must be zero. A part's state is freed."""
+        if buffers.sharded:
+            buffers = replace(buffers, state=buffers.state.new_zeros(0))
+        numel = buffers.grads.numel()
+        size = self._size(numel, buffers.offloaded or buffers.sharded)
+        self.used -= size
+        self.kept += size
+        self._free.setdefault((numel, buffers.offloaded, buffers.sharded), []).append(buffers)
         self.trim(self.most - self.used)
 
     def trim(self, limit: int) -> None:
@@ -281,10 +365,10 @@ class SlabPool:
             free = self._free[key]
             while free and self.kept > limit:
                 free.pop()
-                self.kept -= self._size(*key)
+                self.kept -= self._size(key[0], key[1] or key[2])
 
-    def _size(self, numel: int, offloaded: bool) -> int:
-        return Buffers.nbytes(numel, self._dtype, self._exact, offloaded)
+    def _size(self, numel: int, stateless: bool) -> int:
+        return Buffers.nbytes(numel, self._dtype, self._exact, stateless)
 
 
 def _round_up(value: int, multiple: int) -> int:

@@ -15,7 +15,7 @@ from megatron_flex.runtime.channel import Message
 from megatron_flex.runtime.communicator import explain
 from megatron_flex.runtime.failure import CommunicationError
 from megatron_flex.runtime.world import World
-from megatron_flex.schedule.instructions import Program, RecvState, SendState, StateOp
+from megatron_flex.schedule.instructions import PieceOp, Program, RecvState, SendState, StateOp
 from megatron_flex.twinlayer.errors import TwinError
 
 
@@ -37,12 +37,15 @@ class Transport(Protocol):
 
 
 @dataclass(frozen=True)
-class _Message:
-    op: StateOp
+class StateMessage:
+    """A message, for an instruction."""
+
+    op: StateOp | PieceOp
     world: World
     work: Message
 
     def wait(self) -> None:
+        """Return when it is done."""
         with explain(self.op, self.world):
             self.work.wait(self.world.timeout)
 
@@ -57,13 +60,13 @@ class PeerTransport:
         """Begin to send."""
         assert self.world.state is not None
         with explain(op, self.world):
-            return _Message(op, self.world, self.world.state.send(state, op.peer))
+            return StateMessage(op, self.world, self.world.state.send(state, op.peer))
 
     def receive(self, op: RecvState, state: torch.Tensor) -> Pending:
         """Begin to receive."""
         assert self.world.state is not None
         with explain(op, self.world):
-            return _Message(op, self.world, self.world.state.receive(state, op.peer))
+            return StateMessage(op, self.world, self.world.state.receive(state, op.peer))
 
 
 @dataclass(frozen=True)
@@ -122,9 +125,9 @@ class StateTransfers:
         """Begin to send; the state must not change before :meth:`left`."""
         place = None if self._arena is None else self._arena.place(op)
         if place is None:
-            self._leave(op.slab, self._peers.send(op, state))
+            self.leave(op.slab, self._peers.send(op, state))
         else:
-            self._leave(op.slab, _Copy(op, self._world, place.write(state)))
+            self.leave(op.slab, _Copy(op, self._world, place.write(state)))
 
     def receive(self, op: RecvState, state: torch.Tensor) -> None:
         """Begin to receive; the state is undefined before :meth:`arrived`."""
@@ -139,7 +142,7 @@ class StateTransfers:
 
         def now() -> None:
             what = f"copy of slab {slab} into host memory"
-            self._leave(slab, _Copy(what, self._world, begin()))
+            self.leave(slab, _Copy(what, self._world, begin()))
 
         if slab in self._arriving:
             self._on_arrival[slab] = now
@@ -170,5 +173,6 @@ class StateTransfers:
         """Slabs on their way from here."""
         return tuple(self._leaving)
 
-    def _leave(self, slab: int, pending: Pending) -> None:
+    def leave(self, slab: int, pending: Pending) -> None:
+        """Something of a slab is on its way from here."""
         self._leaving.setdefault(slab, []).append(pending)

@@ -11,6 +11,7 @@ over all devices (start of operations in the simulated time), hence:
   on computing until the others are ready.
 - a switch to another plan begins with all early copies of state, which travel on their own while
   the iteration computes; what is handed over follows the update of its slab.
+- parameters of sharded slabs are gathered in the order of slabs.
 """
 
 from __future__ import annotations
@@ -26,20 +27,26 @@ from megatron_flex.schedule.instructions import (
     BackwardWeight,
     Drop,
     Forward,
+    GatherParameters,
     GlobalNorm,
     Instruction,
     Program,
+    Recut,
     RecvActivation,
     RecvGradient,
+    RecvPiece,
     RecvState,
     ReduceGradient,
+    ScatterGradient,
     SendActivation,
     SendGradient,
+    SendPiece,
     SendState,
     SquaredNorm,
     UpdateOrSkip,
 )
 from megatron_flex.schedule.placement import OpKind, Placement
+from megatron_flex.schedule.shards import Cut, sharded_slabs
 from megatron_flex.schedule.slabs import slab_holders, slab_stages
 from megatron_flex.schedule.transition import Move, Transition
 
@@ -51,13 +58,20 @@ class Reduction:
     """A slab's gradient reduction: who takes part, and its place in the order of everything.
 
     ``ready`` is the second at which the last holder has its gradient, ``after`` the sequence
-    number of the operation that made it so (-1 if none computes on the slab).
+    number of the operation that made it so (-1 if none computes on the slab). ``scattered``: each
+    member gets its own part only.
     """
 
     slab: int
     group: tuple[int, ...]
     ready: float
     after: int
+    scattered: bool = False
+
+    def instruction(self) -> ReduceGradient:
+        """What its members do."""
+        kind = ScatterGradient if self.scattered else ReduceGradient
+        return kind(self.slab, self.group)
 
 
 def reductions(
@@ -67,8 +81,13 @@ def reductions(
 
     Devices that join a slab early take part.
     """
-    joiners = {} if switch is None else switch.joiners
+    joiners: dict[int, tuple[int, ...]] = {}
     problem = placement.problem
+    scattered = sharded_slabs(problem.plan if switch is None else switch.plan, layers)
+    if switch is not None:
+        anew = switch.cuts(layers)
+        joiners = switch.joiners | {slab: tuple(cut.after) for slab, cut in anew.items()}
+        scattered -= anew.keys()
     plan, M = problem.plan, problem.costs.num_micro_batches
     S = len(plan.stages)
     last_kind = WEIGHT if problem.split else BACKWARD
@@ -85,7 +104,7 @@ def reductions(
     ):
         ready, after = max(latest[s] for s in stages)
         members = tuple(sorted({*group, *joiners.get(slab, ())}))
-        found.append(Reduction(slab, members, ready, after))
+        found.append(Reduction(slab, members, ready, after, slab in scattered))
     return tuple(sorted(found, key=lambda r: (r.ready, r.after, r.slab)))
 
 
@@ -117,19 +136,24 @@ def emit(
     messages = _messages(placement)
     reduces = () if problem.forward_only else reductions(placement, layers, switch)
     moves = () if switch is None else switch.moves
+    anew = {} if switch is None else switch.cuts(layers)
+    gathers = {r.slab: r.group for r in reduces if r.scattered} | _gathered(anew)
     lists: list[tuple[Instruction, ...]] = []
     for device in range(world_size):
         out: list[Instruction] = _state_messages(device, (m for m in moves if m.early))
+        if switch is not None:
+            out += _recuts(device, switch, anew)
         _compute(out, placement, device, tokens, messages, reduces)
         own = [r for r in reduces if device in r.group]
-        out.extend(SquaredNorm(r.slab) for r in own if r.group[0] == device)
+        out.extend(SquaredNorm(r.slab) for r in own if r.scattered or r.group[0] == device)
         out.append(GlobalNorm())
-        _updates(out, device, sorted(r.slab for r in own), switch)
+        _updates(out, device, sorted(r.slab for r in own), switch, gathers)
         lists.append(tuple(out))
     if switch is None:
         return Program(plan, tokens, problem.route, tuple(lists))
     held = None if switch.plan.stages == plan.stages else switch.plan
-    return Program(plan, tokens, problem.route, tuple(lists), switch.next_plan, held)
+    elements = switch.elements if anew else ()
+    return Program(plan, tokens, problem.route, tuple(lists), switch.next_plan, held, elements)
 
 
 def _refines(plan: Plan, whole: Plan) -> bool:
@@ -143,15 +167,39 @@ def _refines(plan: Plan, whole: Plan) -> bool:
     )  # fmt: skip
 
 
-def switch_only(switch: Transition, world_size: int) -> tuple[tuple[Instruction, ...], ...]:
+def switch_only(
+    switch: Transition, layers: LayerList, world_size: int
+) -> tuple[tuple[Instruction, ...], ...]:
     """Lists for a switch between two iterations, while nothing computes."""
+    anew = switch.cuts(layers)
+    gathers = _gathered(anew)
     return tuple(
         (
             *_state_messages(device, switch.moves),
+            *_recuts(device, switch, anew),
             *(Drop(slab) for slab, devices in enumerate(switch.drops) if device in devices),
+            *(GatherParameters(s, group) for s, group in gathers.items() if device in group),
         )
         for device in range(world_size)
     )
+
+
+def _gathered(anew: dict[int, Cut]) -> dict[int, tuple[int, ...]]:
+    """Slabs that are sharded when they have been cut anew, and their holders then."""
+    return {slab: tuple(cut.after) for slab, cut in anew.items() if cut.sharded}
+
+
+def _recuts(device: int, switch: Transition, anew: dict[int, Cut]) -> list[Instruction]:
+    """What a device does at first for the slabs that are cut anew."""
+    out: list[Instruction] = [
+        Recut(slab, *cut.after[device]) for slab, cut in anew.items() if device in cut.changed
+    ]
+    for p in switch.pieces:
+        if p.source == device:
+            out.append(SendPiece(p.slab, p.target, p.start, p.stop))
+        elif p.target == device:
+            out.append(RecvPiece(p.slab, p.source, p.start, p.stop))
+    return out
 
 
 def _state_messages(device: int, moves: Iterable[Move]) -> list[Instruction]:
@@ -165,18 +213,25 @@ def _state_messages(device: int, moves: Iterable[Move]) -> list[Instruction]:
 
 
 def _updates(
-    out: list[Instruction], device: int, slabs: list[int], switch: Transition | None
+    out: list[Instruction],
+    device: int,
+    slabs: list[int],
+    switch: Transition | None,
+    gathers: dict[int, tuple[int, ...]],
 ) -> None:
     """The updates of one device, what it hands over after them, and what it gives up."""
-    if switch is None:
-        out.extend(UpdateOrSkip(slab) for slab in slabs)
-        return
-    late = [m for m in switch.moves if not m.early and device in (m.source, m.target)]
-    dropped = [s for s in slabs if device in switch.drops[s]]
+    late: list[Move] = []
+    dropped: list[int] = []
+    if switch is not None:
+        late = [m for m in switch.moves if not m.early and device in (m.source, m.target)]
+        dropped = [s for s in slabs if device in switch.drops[s]]
     sent = {m.slab for m in late if m.source == device}
     # What others wait for comes first.
     slabs = [s for s in slabs if s not in dropped or s in sent]
-    out.extend(UpdateOrSkip(slab) for slab in sorted(slabs, key=lambda s: (s not in sent, s)))
+    for slab in sorted(slabs, key=lambda s: (s not in sent, s)):
+        out.append(UpdateOrSkip(slab))
+        if slab in gathers:
+            out.append(GatherParameters(slab, gathers[slab]))
     # What comes may need the memory of what goes.
     out.extend(Drop(slab) for slab in dropped if slab not in sent)
     out.extend(_state_messages(device, late))
@@ -224,7 +279,7 @@ def _compute(
     for code in placement.order[device] if device < problem.num_devices else ():
         start, number = placement.start[code], placement.sequence[code]
         while pending and (pending[-1].ready, pending[-1].after) < (start, number):
-            out.append(ReduceGradient(pending[-1].slab, pending.pop().group))
+            out.append(pending.pop().instruction())
         rest, micro_batch = divmod(code, M)
         kind, stage = divmod(rest, S)
         if kind == FORWARD and stage:
@@ -242,7 +297,7 @@ def _compute(
         else:
             out.append(BackwardWeight(micro_batch, stage))
     while pending:
-        out.append(ReduceGradient(pending[-1].slab, pending.pop().group))
+        out.append(pending.pop().instruction())
 
 
 def _receive(

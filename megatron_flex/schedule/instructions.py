@@ -103,6 +103,12 @@ class ReduceGradient(Instruction):
     group: tuple[int, ...]
 
 
+class ScatterGradient(ReduceGradient):
+    """Sum the gradient of a sharded slab; each holder gets the sum of its own part."""
+
+    __slots__ = ()
+
+
 @dataclass(frozen=True, slots=True)
 class SlabOp(Instruction):
     """Work on one slab."""
@@ -111,7 +117,10 @@ class SlabOp(Instruction):
 
 
 class SquaredNorm(SlabOp):
-    """Squared norm of a slab's reduced gradient, by exactly one of its holders."""
+    """Squared norm of a slab's reduced gradient, by exactly one of its holders.
+
+    After a :class:`ScatterGradient` by each of them, of its own part.
+    """
 
     __slots__ = ()
 
@@ -122,9 +131,22 @@ class GlobalNorm(Instruction):
 
 
 class UpdateOrSkip(SlabOp):
-    """Clip and apply the optimizer to a slab, or skip if the global norm is not finite."""
+    """Clip and apply the optimizer to a slab, or skip if the global norm is not finite.
+
+    Of a sharded slab to this device's own part; after a :class:`Recut` to the new one.
+    """
 
     __slots__ = ()
+
+
+@dataclass(frozen=True, slots=True)
+class GatherParameters(SlabOp):
+    """Begin to gather the parameters of a sharded slab from its holders, after the update.
+
+    Whatever uses the slab next waits for it.
+    """
+
+    group: tuple[int, ...]
 
 
 class Drop(SlabOp):
@@ -156,12 +178,46 @@ class RecvState(StateOp):
     __slots__ = ()
 
 
+@dataclass(frozen=True, slots=True)
+class Recut(SlabOp):
+    """Make room for the optimizer state of elements ``[start, stop)`` of a slab.
+
+    They are this device's part under the next plan. What it owns of them already is copied, the
+    rest comes in pieces. Its present part stays until the update, for others may need pieces of it.
+    """
+
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True)
+class PieceOp(SlabOp):
+    """Master weights and moments of elements ``[start, stop)`` of a slab on their way."""
+
+    peer: int
+    start: int
+    stop: int
+
+
+class SendPiece(PieceOp):
+    """Begin to send a piece of this device's present part of a slab."""
+
+    __slots__ = ()
+
+
+class RecvPiece(PieceOp):
+    """Begin to receive a piece of the part that a :class:`Recut` made room for."""
+
+    __slots__ = ()
+
+
 NAMES: dict[str, type[Instruction]] = {
     c.__name__: c
     for c in (
         Forward, Backward, BackwardInput, BackwardWeight,
         SendActivation, RecvActivation, SendGradient, RecvGradient,
-        ReduceGradient, SquaredNorm, GlobalNorm, UpdateOrSkip, SendState, RecvState, Drop,
+        ReduceGradient, ScatterGradient, SquaredNorm, GlobalNorm, UpdateOrSkip, GatherParameters,
+        SendState, RecvState, Recut, SendPiece, RecvPiece, Drop,
     )
 }  # fmt: skip
 
@@ -195,6 +251,7 @@ class Program:
         next_plan: the layout that it leaves behind; ``None``: the same.
         held: the layout that the devices are in when it begins, where some of ``plan``'s devices
             join their stages on the way (live migration); ``None``: ``plan``.
+        elements: padded elements of every slab, where sharded optimizer state is cut anew.
     """
 
     plan: Plan
@@ -203,3 +260,4 @@ class Program:
     instructions: tuple[tuple[Instruction, ...], ...]
     next_plan: Plan | None = None
     held: Plan | None = None
+    elements: tuple[int, ...] = ()

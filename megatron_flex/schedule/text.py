@@ -22,12 +22,14 @@ from megatron_flex.schedule.instructions import (
     BackwardInput,
     BackwardWeight,
     Forward,
+    GatherParameters,
     GlobalNorm,
     Instruction,
     Program,
     RecvActivation,
     RecvGradient,
     ReduceGradient,
+    ScatterGradient,
     SendActivation,
     SendGradient,
     SlabOp,
@@ -48,6 +50,8 @@ def dumps(program: Program) -> str:
         lines.append(f"next {program.next_plan}")
     if program.held is not None:
         lines.append(f"held {program.held}")
+    if program.elements:
+        lines.append(f"elements {' '.join(map(str, program.elements))}")
     for device, instructions in enumerate(program.instructions):
         lines.append(f"device {device}")
         lines.extend(f"  {instruction}" for instruction in instructions)
@@ -63,6 +67,7 @@ def loads(text: str) -> Program:
     next_plan: Plan | None = None
     held: Plan | None = None
     tokens: tuple[int, ...] = ()
+    elements: tuple[int, ...] = ()
     route: list[tuple[int, ...]] = []
     lists: list[list[Instruction]] = []
     for number, line in enumerate(lines[1:], 2):
@@ -76,6 +81,8 @@ def loads(text: str) -> Program:
                 held = Plan.parse(rest)
             elif word == "tokens":
                 tokens = tuple(map(int, rest.split()))
+            elif word == "elements":
+                elements = tuple(map(int, rest.split()))
             elif word == "route":
                 route.append(tuple(map(int, rest.split())))
             elif word == "device":
@@ -90,7 +97,8 @@ def loads(text: str) -> Program:
             raise ValueError(f"line {number}, '{line.strip()}': {error}") from error
     if plan is None:
         raise ValueError("the program has no line 'plan ...'")
-    return Program(plan, tokens, tuple(route), tuple(map(tuple, lists)), next_plan, held)
+    instructions = tuple(map(tuple, lists))
+    return Program(plan, tokens, tuple(route), instructions, next_plan, held, elements)
 
 
 def save(program: Program, path: str | Path) -> None:
@@ -115,7 +123,8 @@ def load(path: str | Path) -> Program:
 _SHORT: dict[type[Instruction], str] = {
     Forward: "F", Backward: "B", BackwardInput: "I", BackwardWeight: "W",
     SendActivation: "sendA", RecvActivation: "recvA", SendGradient: "sendG", RecvGradient: "recvG",
-    ReduceGradient: "reduce", SquaredNorm: "norm", GlobalNorm: "all-norm", UpdateOrSkip: "update",
+    ReduceGradient: "reduce", ScatterGradient: "scatter", SquaredNorm: "norm",
+    GlobalNorm: "all-norm", UpdateOrSkip: "update", GatherParameters: "gather",
 }  # fmt: skip
 
 

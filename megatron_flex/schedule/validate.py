@@ -20,22 +20,30 @@ from megatron_flex.schedule.instructions import (
     Compute,
     Drop,
     Forward,
+    GatherParameters,
     GlobalNorm,
     Instruction,
+    PieceOp,
     Program,
+    Recut,
     RecvActivation,
     RecvGradient,
+    RecvPiece,
     RecvState,
     ReduceGradient,
+    ScatterGradient,
     SendActivation,
     SendGradient,
+    SendPiece,
     SendState,
     SlabOp,
     SquaredNorm,
+    StateOp,
     Transfer,
     UpdateOrSkip,
 )
 from megatron_flex.schedule.routing import check_route
+from megatron_flex.schedule.shards import cuts
 from megatron_flex.schedule.slabs import slab_stages
 from megatron_flex.schedule.text import excerpt
 from megatron_flex.schedule.validate_switch import SwitchReplay
@@ -69,6 +77,7 @@ def validate(program: Program, layers: LayerList, *, forward_only: bool = False)
         check_route(program.plan, program.route, len(program.tokens))
         if program.next_plan is not None:
             program.next_plan.check(layers.num_units, len(program.instructions))
+            cuts(program.held or program.plan, program.next_plan, layers, program.elements)
         if program.held is not None:
             program.held.check(layers.num_units, len(program.instructions))
     except ValueError as error:
@@ -102,7 +111,7 @@ class _Replay:
         self.arrived: dict[int, set[int]] = {}  # slab -> devices at its reduction
         self.reduced: list[set[int]] = [set() for _ in range(self.D)]
         self.updated: list[set[int]] = [set() for _ in range(self.D)]
-        self.normed: dict[int, int] = {}
+        self.normed: dict[int, set[int]] = {}
         self.at_norm: set[int] = set()
         self.past_norm = bytearray(self.D)
         self.device = 0
@@ -118,9 +127,14 @@ class _Replay:
             RecvActivation: self.receive,
             RecvGradient: self.receive,
             ReduceGradient: self.reduce,
+            ScatterGradient: self.reduce,
             SquaredNorm: self.squared_norm,
             GlobalNorm: self.global_norm,
             UpdateOrSkip: self.update,
+            GatherParameters: self.gather,
+            Recut: self.recut,
+            SendPiece: self.send_state,
+            RecvPiece: self.receive_state,
             SendState: self.send_state,
             RecvState: self.receive_state,
             Drop: self.drop,
@@ -302,6 +316,9 @@ class _Replay:
             self.fail(f"wrong group: slab {op.slab} is held by devices {_names(holders)}")
         if len(holders) < 2:
             self.fail(f"slab {op.slab} has one holder, nothing to reduce")
+        if (type(op) is ScatterGradient) is not (op.slab in self.switch.scattered):
+            rule = "only its own part" if op.slab in self.switch.scattered else "all of it"
+            self.fail(f"each holder of slab {op.slab} needs the sum of {rule}")
         self.whole(op.slab)
         present = self.arrived.setdefault(op.slab, set())
         present.add(self.device)
@@ -315,10 +332,11 @@ class _Replay:
         if self.past_norm[self.device]:
             self.fail("a norm after the global norm")
         self.final(op.slab)
-        if op.slab in self.normed:
+        counted = self.normed.setdefault(op.slab, set())
+        if self.device in counted or (counted and op.slab not in self.switch.scattered):
             self.fail(f"the norm of slab {op.slab} is counted twice, first by device"
-                      f" {self.normed[op.slab]}")  # fmt: skip
-        self.normed[op.slab] = self.device
+                      f" {min(counted)}")  # fmt: skip
+        counted.add(self.device)
         return True
 
     def final(self, slab: int) -> None:
@@ -335,14 +353,21 @@ class _Replay:
             self.at_norm.add(device)
             if len(self.at_norm) == self.D:
                 if self.train:
-                    missing = [s for s in range(len(self.holders)) if s not in self.normed]
-                    if missing:
-                        self.fail(f"no device has counted the norm of slab {missing[0]}")
+                    self.all_normed()
                 self.ready.extend(d for d in range(self.D) if d != device)
         if len(self.at_norm) < self.D:
             return False
         self.past_norm[device] = 1
         return True
+
+    def all_normed(self) -> None:
+        for slab, holders in enumerate(self.holders):
+            counted = self.normed.get(slab, set())
+            if not counted:
+                self.fail(f"no device has counted the norm of slab {slab}")
+            if slab in self.switch.scattered and len(counted) < len(holders):
+                self.fail(f"devices {_names(set(holders) - counted)} have not counted the norm of"
+                          f" their parts of slab {slab}")  # fmt: skip
 
     def complete(self) -> None:
         """All that is routed to this device must be done before the global norm."""
@@ -375,17 +400,28 @@ class _Replay:
 
     # -- a switch ------------------------------------------------------------------------------
 
-    def send_state(self, op: SendState) -> bool:
+    def gather(self, op: GatherParameters) -> bool:
+        self.held(op.slab)
+        self.switch.gather(self.device, op)
+        return True
+
+    def recut(self, op: Recut) -> bool:
+        if self.past_norm[self.device]:
+            self.fail("a slab is cut anew after the global norm")
+        self.switch.recut(self.device, op)
+        return True
+
+    def send_state(self, op: SendState | SendPiece) -> bool:
         self.check_peer(op)
         self.wake(self.switch.send(self.device, op))
         return True
 
-    def receive_state(self, op: RecvState) -> bool:
+    def receive_state(self, op: RecvState | RecvPiece) -> bool:
         self.check_peer(op)
         self.wake(self.switch.receive(self.device, op, late=bool(self.past_norm[self.device])))
         return True
 
-    def check_peer(self, op: SendState | RecvState) -> None:
+    def check_peer(self, op: StateOp | PieceOp) -> None:
         if not 0 <= op.peer < self.D or op.peer == self.device:
             self.fail(f"a state goes to another of the {self.D} devices")
 
@@ -444,7 +480,8 @@ class _Replay:
                 slab, needed = self.switch.waits(device)
                 others = set(needed)
                 never = any(step not in self.ahead(peer) for peer, step in needed.items())
-                verb = "send" if any(isinstance(n, SendState) for n in needed.values()) else "take"
+                sends = (SendState, SendPiece)
+                verb = "send" if any(isinstance(n, sends) for n in needed.values()) else "take"
                 reason = f"waits for devices {_names(others)} to {verb} the state of slab {slab}"
                 reason += ", which never happens" if never else ""
             else:

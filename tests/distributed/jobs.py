@@ -17,6 +17,7 @@ from megatron_flex.data.microbatches import CostCoefficients, cut_by_tokens
 from megatron_flex.data.packed import PackedBatch
 from megatron_flex.model.config import ModelConfig
 from megatron_flex.planner.footprint import Footprint
+from megatron_flex.planner.memory import slab_elements
 from megatron_flex.planner.plan import Plan
 from megatron_flex.programs import build_program
 from megatron_flex.runtime.arena import ArenaTransport
@@ -30,6 +31,7 @@ from megatron_flex.runtime.executor import (
 from megatron_flex.runtime.holdings import Holdings
 from megatron_flex.runtime.memory import Expected
 from megatron_flex.runtime.optimizer import OptimizerConfig, StepSize
+from megatron_flex.runtime.shards import owned_state
 from megatron_flex.runtime.slab import Slab
 from megatron_flex.runtime.world import World
 from megatron_flex.schedule.instructions import Backward, Program, ReduceGradient
@@ -132,6 +134,8 @@ def train(
     capacity: int | None = None,
     evaluate: bool = False,
     migrate: bool = False,
+    count_zeros: bool = False,
+    scatter: bool = False,
     each: Callable[[int, Executor], None] | None = None,
     arena: Callable[[World], ArenaTransport] | None = None,
 ) -> Outcome:
@@ -145,6 +149,7 @@ def train(
             that switches).
         budget: most tokens of a micro-batch; by default two thirds of ``longest``.
         capacity: most process groups to keep; by default as in training.
+        scatter: reduce sharded gradients as on GPUs.
         evaluate: evaluate a batch between any two iterations.
         migrate: the last half of the micro-batches runs on the next plan already.
         each: called after every iteration.
@@ -153,6 +158,8 @@ def train(
     world = World.create(torch.device("cpu"), timedelta(seconds=30))
     if capacity is not None and world.reductions is not None:
         world.reductions.capacity = capacity
+    if scatter and world.reductions is not None:
+        world.reductions.scatters = True
     texts = [plans] if isinstance(plans, str) else list(plans)
     listed = [Plan.parse(t) for t in texts]
     layers = config.layers
@@ -172,7 +179,7 @@ def train(
             odd = frozenset((s, d) for s in range(layers.num_slabs) for d in range(world.size)
                             if (s + d) % 2)  # fmt: skip
             late = {"early": frozenset[tuple[int, int]](), "late": None, "mixed": odd}[way]
-            switch = transition(plan, following, layers, late=late)
+            switch = transition(plan, following, layers, late=late, elements=slab_elements(config))
         batch = batch_of(iteration, longest=longest)
         batch = replace(batch, denominators=denominators(config, batch, masked))
         parts = cut_by_tokens(batch, budget or 2 * longest // 3, CostCoefficients())
@@ -194,6 +201,7 @@ def train(
             partial(_read, config, parts, masked),
             batch.denominators,
             StepSize(learning_rate=1e-3, weight_decay=0.1),
+            count_zeros=count_zeros,
             memory=Expected(*footprint.device(program, world.rank)),
         )
         results.append(executor.run(program, inputs))
@@ -205,7 +213,7 @@ def train(
         if each is not None:
             each(iteration, executor)
     executor.settle()
-    state = {k: v.clone() for k, v in holdings.named_state(owned=True).items()}
+    state = {k: v.clone() for k, v in owned_state(world, holdings).items()}
     return Outcome(tuple(results), state, holdings.updates)
 
 
@@ -329,8 +337,8 @@ def inject(fault: str, holdings: Holdings, program: Program, rank: int, *, first
     return program
 
 
-def _doubled_norm(slab: Slab) -> torch.Tensor:
-    return 2 * Slab.squared_norm(slab)
+def _doubled_norm(slab: Slab, part: Any) -> torch.Tensor:
+    return 2 * Slab.squared_norm(slab, part)
 
 
 def _forgetful_backward(executor: Executor, run: Any, op: Any) -> None:

@@ -66,6 +66,14 @@ def test_optimizer_state_on_the_host_gives_the_same_bits(
         jobs.assert_equal_bits(got, expected)
 
 
+def test_a_joiner_waits_for_the_state_that_it_keeps_on_the_host(workers: WorkerPool) -> None:
+    # It computes nothing in the iteration in which the state comes, and is at its end at once.
+    plans = [f"0:8@{i % 2} ; optimizer 0-7" for i in range(8)]
+    expected = jobs.merge(workers.run(1, jobs.train, UNTIED, "0:8@0", 8, exact=True))
+    got = jobs.merge(workers.run(2, jobs.train, UNTIED, plans, 8, exact=True))
+    jobs.assert_equal_bits(got, expected)
+
+
 @pytest.mark.parametrize("way", ["early", "late", "mixed"])
 def test_memory_optimisation_changes_from_iteration_to_iteration(
     workers: WorkerPool, way: str
@@ -105,7 +113,9 @@ def random_optimisation(rng: random.Random, units: int) -> str:
     listed = {
         n: [u for u, name in chosen.items() if name == n] for n in ("recompute", "activations")
     }
-    listed["optimizer"] = [u for u in range(units) if rng.random() < 0.4]
+    states = {u: rng.choice(["optimizer", "optimizer", "shard", "shard", ""]) for u in range(units)}
+    for name in ("optimizer", "shard"):
+        listed[name] = [u for u, where in states.items() if where == name]
     return "".join(f" ; {name} {','.join(map(str, us))}" for name, us in listed.items() if us)
 
 

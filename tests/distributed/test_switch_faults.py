@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from megatron_flex.checkpoint.layout import latest
 from megatron_flex.runtime.executor import HANDLERS, Executor
@@ -219,9 +218,9 @@ def a_norm_is_counted_twice(executor: Executor, program: Program) -> Program:
     broken = jobs.inject("norm counted twice", executor.holdings, program, 0, first=True)
     for slab in executor.holdings:  # in this iteration only
 
-        def once(slab: Slab = slab, count: Callable[[], torch.Tensor] = slab.squared_norm) -> Any:
+        def once(part: Any = None, slab: Slab = slab, count: Any = slab.squared_norm) -> Any:
             vars(slab).pop("squared_norm", None)
-            return count()
+            return count(part)
 
         slab.squared_norm = once  # type: ignore[method-assign]
     return broken

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from megatron_flex.arguments import parse
 from megatron_flex.config.config import Architecture
 from megatron_flex.loop.assemble import assemble
+from megatron_flex.runtime.shards import owned_state
 from megatron_flex.runtime.world import World
 from megatron_flex.telemetry.record import IterationRecord, ValidationRecord
 from megatron_flex.training import Trainer
@@ -96,9 +97,11 @@ def train(argv: Sequence[str], architecture: Architecture = "gpt") -> Run:
     with closing(trainer.recorder):
         trainer.recorder = history  # type: ignore[assignment]
         trainer.run()
+    trainer.iterations.executor.settle()
+    state = owned_state(world, trainer.holdings)
     return Run(
         history,
-        {k: v.clone() for k, v in trainer.holdings.named_state(owned=True).items()},
+        {k: v.clone() for k, v in state.items()},
         trainer.holdings.updates,
         trainer.schedule.state_dict(),
         trainer.progress.values(),

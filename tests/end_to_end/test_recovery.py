@@ -26,7 +26,10 @@ from tests.end_to_end.processes import ROOT
 
 SIZE = 3
 PER_KILL = 12  # iterations
-PLANS = "0:3@0,1 | 3:8@2\n0:3@0,1 | 3:8@2\n0:5@2 | 5:8@0,1\n0:2@1 | 2:5@0 | 5:8@2\n"
+PLANS = (
+    "0:3@0,1 | 3:8@2 ; shard 0-7\n0:3@0,1 | 3:8@2 ; shard 0-7\n0:5@2 | 5:8@0,1 ; shard 6\n"
+    "0:2@1 | 2:5@0 | 5:8@2\n"
+)
 
 
 @pytest.fixture(scope="module")

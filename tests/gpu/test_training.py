@@ -61,7 +61,15 @@ def test_a_static_pipeline_trains_as_the_cpu_does(
 
 
 @pytest.mark.parametrize(
-    "way", ["live", "handover", "handover --flexpipe-no-twin", "live --flexpipe-bitwise"]
+    "way",
+    [
+        "live",
+        "handover",
+        "handover --flexpipe-no-twin",
+        "live --flexpipe-bitwise",
+        "live --use-distributed-optimizer",
+        "handover --use-distributed-optimizer --flexpipe-twin-snapshot 2",
+    ],
 )
 def test_changing_plans_train_as_the_cpu_does(
     flags: list[str], expected: list[float], tmp_path: Path, way: str

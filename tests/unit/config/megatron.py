@@ -135,6 +135,8 @@ DEFAULTS: dict[str, Any] = {
     "--account-for-embedding-in-pipeline-split": False,
     "--account-for-loss-in-pipeline-split": False,
     "--overlap-grad-reduce": False,
+    "--use-distributed-optimizer": False,
+    "--overlap-param-gather": False,
     "--distributed-backend": "nccl",
     "--distributed-timeout-minutes": 10,
     "--use-cpu-initialization": False,

@@ -154,3 +154,48 @@ def test_the_bound_is_above_the_program_on_uneven_degrees() -> None:
         assert p.fitter is not None
         for known, peak in zip(price.device_bytes, p.fitter.peaks(price.plan, batch), strict=True):
             assert peak <= known
+
+
+# -- optimizer state over replicas -------------------------------------------------------------
+
+SHARDED = Plan.parse("0:7@0,1 | 7:14@2,3")
+
+
+def sharding(budget: float = 80e9, **options: Any) -> Planner:
+    return small_planner(
+        4, config=small_model(6), budget=int(budget), schedule="1f1b", split=False,
+        exact_memory=True, shard_optimizer=True, **options,
+    )  # fmt: skip
+
+
+def test_all_units_of_several_holders_are_sharded_in_every_plan() -> None:
+    p, batch = sharding(), drawn_batch(1)
+    finder = p.finder([batch])
+    for layout in (SHARDED, Plan.parse("0:7@0-2 | 7:14@3")):
+        found = p.fitted(finder, finder.best_of(layout, None, "given")).plan
+        assert found == layout.sharded()
+    assert (plan := p.decide([batch], None).plan) == plan.sharded()
+
+
+def test_a_sharded_state_is_not_sent_to_the_host() -> None:
+    batch = drawn_batch(1)
+    fitter = sharding().fitter
+    assert fitter is not None
+    p = sharding(0.95 * max(fitter.peaks(SHARDED.sharded(), batch)))
+    finder = p.finder([batch])
+    price = p.fitted(finder, finder.best_of(SHARDED, None, "given")).price
+    assert price.fits
+    assert price.plan.o_plan.recompute or price.plan.o_plan.activations
+    assert price.plan.o_plan.shard == tuple(range(14))
+    assert not price.plan.o_plan.optimizer
+
+
+def test_a_plan_for_whose_cuts_there_is_no_room_is_not_run() -> None:
+    p, batch = sharding(), drawn_batch(1)
+    assert p.fitter is not None
+    running = p.running(SHARDED.sharded(), batch)
+    after = Plan.parse("0:7@0-2 | 7:14@3").sharded()
+    assert p.fitter.hands_over(running, after)
+    tight = replace(running, spare=(0.0,) * 4)
+    assert not p.fitter.hands_over(tight, after)
+    assert p.fitter.hands_over(tight, SHARDED.sharded())

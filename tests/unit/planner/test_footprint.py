@@ -10,7 +10,7 @@ import pytest
 from megatron_flex.data.microbatch import MicroBatch
 from megatron_flex.data.microbatches import CostCoefficients, cut_by_tokens
 from megatron_flex.planner.footprint import Footprint, _envelope, _highest
-from megatron_flex.planner.memory import state_bytes, total_parameters
+from megatron_flex.planner.memory import slab_elements, state_bytes, total_parameters
 from megatron_flex.planner.passes import Level
 from megatron_flex.planner.plan import OPlan, Plan
 from megatron_flex.programs import build_program
@@ -85,6 +85,49 @@ def test_what_joins_early_is_there_before_the_norm_and_later_where_the_next_plan
     lean = replace(following, o_plan=OPlan(optimizer=(5,)))
     joined, _ = footprint.device(program(plan, 2, lean), 0)
     assert joined - alone == footprint.slab(5, offloaded=True)
+
+
+def sharded(plan: str, following: str | None = None) -> Program:
+    parsed = Plan.parse(plan)
+    switch = None
+    if following is not None:
+        elements = slab_elements(CONFIG)
+        switch = transition(parsed, Plan.parse(following), CONFIG.layers, elements=elements)
+    return build_program(CONFIG, parsed, parts(), 3, switch=switch)
+
+
+@pytest.mark.parametrize("degree", [2, 3])
+def test_a_holder_of_a_sharded_slab_has_its_part_of_the_state(degree: int) -> None:
+    plan = Plan.parse(f"0:{UNITS}@0-{degree - 1}")
+    footprint = Footprint(CONFIG)
+    lean = sum(footprint.held(plan.sharded(), d) for d in range(degree))
+    states = sum(footprint.window(slab) for slab in range(UNITS + 1))
+    assert lean == pytest.approx(degree * footprint.held(plan, 0) - (degree - 1) * states)
+
+
+def test_another_part_is_there_beside_the_present_one_until_the_update() -> None:
+    shard = f"; shard 0-{UNITS - 1}"
+    before, after = f"0:4@0,1 | 4:{UNITS}@2 {shard}", f"0:4@0-2 | 4:{UNITS}@2 {shard}"
+    footprint = Footprint(CONFIG)
+    state = sum(footprint.window(slab) for slab in range(4))
+    alone = footprint.device(sharded(before), 0)
+    cut = footprint.device(sharded(before, after), 0)
+    assert cut[0] - alone[0] == pytest.approx(state / 3, rel=1e-3)
+    early = footprint.cut_anew(Plan.parse(before), Plan.parse(after), 3)
+    assert early[0] == early[1] == pytest.approx(state / 3, rel=1e-3)
+    joined = sum(footprint.slab(slab) for slab in range(4)) - 2 / 3 * state
+    assert early[2] == pytest.approx(joined, rel=1e-3)
+
+
+def test_a_whole_state_is_cut_by_the_update_with_room_for_both() -> None:
+    plan = f"0:{UNITS}@0,1"
+    footprint = Footprint(CONFIG)
+    before, _ = footprint.device(sharded(plan), 0)
+    peak, updates = footprint.device(sharded(plan, f"{plan} ; shard 3"), 0)
+    assert peak == before
+    assert updates == footprint.held(Plan.parse(plan), 0) + footprint.slab(3) - (
+        footprint.window(3) / 2
+    )
 
 
 def test_what_is_handed_over_is_there_beside_what_goes() -> None:

@@ -22,7 +22,10 @@ def plans(draw: st.DrawFn) -> Plan:
     units = st.lists(st.integers(0, begin - 1), unique=True).map(sorted).map(tuple)
     recompute = draw(units)
     activations = tuple(u for u in draw(units) if u not in recompute)
-    return Plan(tuple(stages), OPlan(recompute, draw(units), activations, draw(st.booleans())))
+    optimizer = draw(units)
+    shard = tuple(u for u in draw(units) if u not in optimizer)
+    o_plan = OPlan(recompute, optimizer, activations, draw(st.booleans()), shard)
+    return Plan(tuple(stages), o_plan)
 
 
 @given(plans())
@@ -55,6 +58,8 @@ def test_the_text_form_is_as_documented() -> None:
         ("0:5@0 ; recompute 1-2 4", "'1-2 4' are not units"),
         ("0:5@0 ; recompute 0-99999999999", "no unit or device has such a number"),
         ("0:5@0-99999999999", "no unit or device has such a number"),
+        ("0:5@0,1 ; optimizer 1-3 ; shard 3,4", "unit 3 is split over its replicas and goes to"),
+        ("0:5@0,1 ; shard 5", "memory optimisation names unit 5"),
         ("0:5@a", "expected START:STOP@DEVICES"),
     ],
 )
@@ -67,3 +72,15 @@ def test_the_message_about_a_plan_of_very_many_devices_can_be_read() -> None:
     with pytest.raises(PlanError, match=r"covers 9 units, the model has 8") as caught:
         Plan.parse("0:9@0-99999").check(8, 4)
     assert len(str(caught.value)) < 1000
+
+
+def test_units_of_several_holders_are_sharded_but_for_those_on_the_host() -> None:
+    plan = Plan.parse("0:2@0,1 | 2:4@2 | 4:6@0,1 ; optimizer 1,2 ; shard 3")
+    assert str(plan.sharded()) == "0:2@0,1 | 2:4@2 | 4:6@0,1 ; optimizer 1-2 ; shard 0,4-5"
+
+
+def test_a_plan_with_other_shards_does_not_keep_everything_where_it_is() -> None:
+    plan = Plan.parse("0:2@0,1 | 2:4@2")
+    assert plan.keeps(Plan.parse("0:2@0,1 | 2:4@2 ; recompute 1 ; optimizer 2"))
+    assert not plan.keeps(Plan.parse("0:2@0,1 | 2:4@2 ; shard 1"))
+    assert not plan.keeps(Plan.parse("0:2@0,1 | 2:4@3"))

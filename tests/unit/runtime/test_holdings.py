@@ -14,6 +14,7 @@ from megatron_flex.model.config import ModelConfig
 from megatron_flex.planner.plan import Plan
 from megatron_flex.runtime.holdings import Holdings
 from megatron_flex.runtime.optimizer import OptimizerConfig, StepSize, update
+from megatron_flex.schedule.shards import missing, share
 from tests.unit.model.support import make_batch, make_config, run
 from tests.unit.runtime.slabs import CPU
 
@@ -206,6 +207,143 @@ def test_a_state_on_the_host_has_the_weights_of_the_last_update() -> None:
     assert not torch.equal(slab.master, slab.params)
     assert torch.equal(slab.state[: slab.layout.numel], slab.params.detach())
     assert torch.equal(slab.master, slab.params.detach())
+
+
+# -- sharded -----------------------------------------------------------------------------------
+
+
+def filled(dtype: str, exact: bool, plan: str = "0:6@0") -> Holdings:
+    """With moments of its own, and master weights that are not the rounded ones."""
+    holdings = hold(make_config(params_dtype=dtype), plan, exact=exact)
+    for slab in holdings:
+        slab.exp_avg.normal_()
+        slab.exp_avg_sq.uniform_()
+        if slab.mixed:
+            slab.master.add_(1e-6)
+            slab.params_from_masters()
+    return holdings
+
+
+def parts(numel: int) -> list[tuple[int, int]]:
+    return [share(numel, 3, place) for place in range(3)]
+
+
+@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_part_is_a_third_of_the_state_and_all_of_the_weights(dtype: str, exact: bool) -> None:
+    holdings, whole = filled(dtype, exact), filled(dtype, exact)
+    for slab in whole:
+        slab.take_part(holdings.slabs[slab.index])
+        slab.params.copy_(holdings.slabs[slab.index].params)
+    for number in (1, 4, 6):
+        part = parts(whole.slabs[number].layout.numel)[1]
+        holdings.cut(number, part)
+        slab, other = holdings.slabs[number], whole.slabs[number]
+        assert slab.sharded
+        assert slab.part == part
+        assert slab.params.equal(other.params)
+        for mine, theirs in zip(slab.piece(*part), other.piece(*part), strict=True):
+            assert mine.equal(theirs)
+        tensors = 2 if dtype == "float32" else 3
+        assert slab.buffers.state.numel() == tensors * (part[1] - part[0])
+        with pytest.raises(ValueError, match="no device has its whole state"):
+            slab.named_state()
+    check(holdings)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_part_that_is_cut_anew_keeps_what_it_has_and_takes_pieces(dtype: str) -> None:
+    holdings, whole = filled(dtype, exact=False), filled(dtype, exact=False)
+    slab = whole.slabs[1]
+    holdings.slabs[1].params.copy_(slab.params)
+    holdings.slabs[1].state.copy_(slab.state)
+    numel = slab.layout.numel
+    holdings.cut(1, (0, 512))
+    for part in ((256, 1024), (0, numel)):
+        old = holdings.slabs[1].part
+        target = holdings.recut(1, part)
+        for start, stop in missing(part, old):
+            for mine, theirs in zip(
+                target.piece(start, stop), slab.piece(start, stop), strict=True
+            ):
+                mine.copy_(theirs)
+        holdings.slabs[1].grads.fill_(2.0)
+        holdings.install(target)
+        assert holdings.slabs[1] is target
+        assert bool((target.grads == 2.0).all())
+        assert target.params.equal(slab.params)
+        for mine, theirs in zip(target.piece(*part), slab.piece(*part), strict=True):
+            assert mine.equal(theirs)
+        check(holdings)
+    assert not holdings.slabs[1].sharded
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_updates_of_all_parts_are_the_update_of_the_whole(dtype: str) -> None:
+    whole = filled(dtype, exact=False)
+    slab, size = whole.slabs[1], StepSize(0.1, 0.1)
+    slab.grads.normal_()
+    found = []
+    for part in parts(slab.layout.numel):
+        split = filled(dtype, exact=False)
+        split.slabs[1].params.copy_(slab.params)
+        split.slabs[1].state.copy_(slab.state)
+        split.cut(1, part)
+        one = split.slabs[1]
+        one.grads.copy_(slab.grads)
+        update(one, OptimizerConfig(), size, 0.5, 3)
+        found.append([t.clone() for t in (*one.piece(*part), one.params[part[0] : part[1]])])
+    update(slab, OptimizerConfig(), size, 0.5, 3)
+    expected = (slab.master, slab.exp_avg, slab.exp_avg_sq, slab.params)
+    for pieces, tensor in zip(zip(*found, strict=True), expected, strict=True):
+        assert torch.cat(pieces).equal(tensor)
+
+
+def test_norms_and_zeros_of_all_parts_are_those_of_the_whole() -> None:
+    slab = hold(TIED, "0:6@0").slabs[1]
+    slab.grads.normal_()
+    slab.grads[::3] = 0.0
+    each = parts(slab.layout.numel)
+    norm = sum(slab.squared_norm(part).item() for part in each)
+    assert norm == pytest.approx(slab.squared_norm().item())
+    assert sum(slab.zeros(part).item() for part in each) == slab.zeros().item()
+    assert slab.squared_norm((64, 64)).item() == slab.zeros((64, 64)).item() == 0
+
+
+def test_a_state_that_is_spread_is_filled_and_taken_back() -> None:
+    holdings = filled("bfloat16", exact=False, plan="0:6@0,1 ; shard 0-5")
+    assert holdings.shared == dict.fromkeys(range(7), (0, 1))
+    slab = holdings.slabs[1]
+    whole = slab.spread()
+    start, stop = slab.part
+    assert whole.piece(start, stop)[1].equal(slab.exp_avg)
+    assert not whole.exp_avg[stop:].any()
+    assert whole.params.data_ptr() == slab.params.data_ptr()
+    whole.state.fill_(3.0)
+    slab.take_part(whole)
+    assert all(bool((t == 3.0).all()) for t in slab.piece(start, stop))
+
+
+def test_weights_that_were_loaded_stay_when_a_part_is_taken() -> None:
+    # In a float32 model the parameters are the master weights.
+    slab = filled("float32", exact=False, plan="0:6@0,1 ; shard 0-5").slabs[1]
+    whole = slab.spread()
+    whole.params.fill_(5.0)
+    slab.take_part(whole)
+    assert bool((slab.params == 5.0).all())
+
+
+def test_the_memory_of_a_part_goes_with_it() -> None:
+    holdings = hold(UNTIED, "0:6@0")
+    used = holdings.pool.used
+    numel = holdings.slabs[1].layout.numel
+    holdings.cut(1, (0, 512))
+    assert holdings.pool.used == used - 8 * numel  # the state of the part is not the pool's
+    state = weakref.ref(holdings.slabs[1].buffers.state)
+    holdings.drop(1)
+    assert holdings.pool.used == used - 16 * numel
+    gc.collect()
+    assert state() is None
 
 
 def test_the_next_slab_of_the_same_size_takes_over_the_memory() -> None:

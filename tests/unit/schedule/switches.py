@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron_flex.model.layers import LayerList
-from megatron_flex.planner.plan import Plan
+from megatron_flex.planner.plan import OPlan, Plan
 from megatron_flex.schedule.costs import OpCosts
 from megatron_flex.schedule.instructions import Instruction, Program
 from megatron_flex.schedule.list_scheduler import POLICIES, build
@@ -51,12 +51,34 @@ class SwitchCase:
         ).program
 
 
-def random_switch(seed: int, devices: int = 16, batches: int = 64) -> SwitchCase:
-    """Any plan to any plan; all early, all late, or each slab its own way; some migrate at once."""
+def random_shard(rng: random.Random, plan: Plan) -> Plan:
+    """The plan with the optimizer state of any units sharded: none, some or all."""
+    often = rng.choice([0.0, 0.5, 1.0])
+    units = tuple(u for u in range(plan.num_units) if rng.random() < often)
+    return replace(plan, o_plan=OPlan(shard=units))
+
+
+def random_switch(
+    seed: int, devices: int = 16, batches: int = 64, *, sharded: bool = False
+) -> SwitchCase:
+    """Any plan to any plan; all early, all late, or each slab its own way; some migrate at once.
+
+    ``sharded``: any units' optimizer state is, in either plan.
+    """
     case = random_case(seed, devices, batches)
     rng = random.Random(seed + 1)
     units = case.layers.num_units
     next_plan = case.plan if rng.random() < 0.05 else random_plan(rng, units, case.world_size)
+    elements: tuple[int, ...] = ()
+    if sharded:
+        shards = random.Random(seed + 2)
+        case = replace(case, plan=random_shard(shards, case.plan))
+        which = shards.random()
+        if which < 0.3:  # the same stages, and perhaps the same altogether
+            next_plan = case.plan if which < 0.2 else random_shard(shards, case.plan)
+        elif which < 0.9:
+            next_plan = random_shard(shards, next_plan)
+        elements = tuple(1024 * shards.randint(0, 9) for _ in range(case.layers.num_slabs))
     late: frozenset[tuple[int, int]] | None = frozenset()
     way = rng.choice(["early", "late", "mixed"])
     if way == "late":
@@ -72,6 +94,7 @@ def random_switch(seed: int, devices: int = 16, batches: int = 64) -> SwitchCase
         sizes=rng.choice([None, sizes]),
         late=late,
         server_size=rng.choice([1, 2, 4, 1 << 30]),
+        elements=elements,
     )
     if rng.random() < 0.7:
         return SwitchCase(case, switch, None, case.costs)

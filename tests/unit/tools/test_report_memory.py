@@ -37,6 +37,16 @@ def test_each_optimisation_takes_less_than_none(capsys: pytest.CaptureFixture[st
     assert sum(both) < sum(peaks(found["optimizer on the host"]))
 
 
+def test_only_replicas_split_their_optimizer_state(capsys: pytest.CaptureFixture[str]) -> None:
+    found = reports(capsys, "--compare")
+    none, split = peaks(found["none"]), peaks(found["optimizer sharded"])
+    assert split[:2] == none[:2]
+    assert split[2:] < none[2:]
+    assert found["optimizer sharded"]["plan"] == f"{PLAN} ; shard 23-33"
+    assert main(["--stages", "2", *MANY, "--json", "--compare"]) == 0
+    assert "sharded" not in capsys.readouterr().out
+
+
 def test_slabs_are_16_or_18_bytes_a_parameter(capsys: pytest.CaptureFixture[str]) -> None:
     slabs = {}
     for flag in ((), ("--float32",)):
