@@ -219,7 +219,7 @@ def test_without_its_planner_batches_that_do_not_fit_the_plan_before_get_another
     workers: WorkerPool, data: str
 ) -> None:
     # As above, but with memory for the whole model on no worker: some batches need other stages.
-    argv = [*flags(data, budget="0.00046"), "--train-iters", "30", "--micro-batch-tokens", "120"]
+    argv = [*flags(data, budget="0.00044"), "--train-iters", "30", "--micro-batch-tokens", "120"]
     run = workers.run(3, disturbed, tuple(argv), int(signal.SIGKILL))[0]
     later = run.history.iterations[6:]
     assert len(later) == 24
