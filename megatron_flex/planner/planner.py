@@ -26,11 +26,16 @@ from megatron_flex.planner.plan import Plan, PlanError
 from megatron_flex.planner.pricing import Price
 from megatron_flex.planner.refine import refine
 from megatron_flex.planner.simulation import Prediction
+from megatron_flex.planner.squeeze import squeezed
 from megatron_flex.planner.static import static_plan
 from megatron_flex.planner.switching import LiveSwitches, Running
 
 LAST_TRIES = 8
 """Plans that are looked at exactly where the bound says that none fits."""
+NEIGHBOURS = 40
+"""Layouts that are looked at beside each of the nearest :data:`STARTS` plans where none of them
+fits: without one training ends."""
+STARTS = 3
 
 
 @dataclass(frozen=True)
@@ -277,6 +282,16 @@ class Planner:
         plans = sorted(_distinct(plans), key=lambda c: (c.price.shortfall, _rank(c, None, 0.0)))
         fitted = [self.fitted(finder, c) for c in plans[:LAST_TRIES]]
         fits = [c for c in fitted if c.price.fits]
+        if not fits:
+            fitted.sort(key=lambda c: c.price.shortfall)
+            nearest = squeezed(
+                lambda plan: self.fitted(finder, finder.best_of(plan, running, "squeezed")),
+                fitted[:STARTS],
+                self.elements.points,
+                NEIGHBOURS,
+            )
+            fitted.append(nearest)
+            fits = [nearest] if nearest.price.fits else []
         # What is on the host takes less room when it comes.
         pricers = finder.pricers
         small = (

@@ -30,7 +30,10 @@ class _Copies:
         if self._stream is None:
             if self._pool is None:
                 self._pool = ThreadPoolExecutor(1, "swap")
-            return self._pool.submit(_copy, source, target)
+            # The thread lets go of the tensors before it says that it is done: their memory is
+            # free when the wait ends.
+            pair = [(source, target)]
+            return self._pool.submit(lambda: _copy(*pair.pop()))
         self._stream.wait_stream(torch.cuda.current_stream(target.device if target.is_cuda
                                                            else source.device))  # fmt: skip
         with torch.cuda.stream(self._stream):
