@@ -337,7 +337,11 @@ def training(bench: Bench) -> None:
     losses: list[float] = []
     table = "training, an iteration of 16 samples (gloo, float32)"
     for name, size, gpu in [("1 worker on the CPU", 1, False)] + [
-        (f"{size} workers on the {'GPU' if bench.cuda else 'CPU'}", size, bench.cuda)
+        (
+            f"{size} worker{'s' if size > 1 else ''} on the {'GPU' if bench.cuda else 'CPU'}",
+            size,
+            bench.cuda,
+        )
         for size in plans
     ]:
         with (

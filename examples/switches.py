@@ -19,6 +19,8 @@ def main(path: str, shown: int = 4) -> None:
         print(f" iteration {i + 1} {action[1] if action else ''}  {plans[i - 1]}  ->  {plans[i]}")
         for reason in re.findall(r"\b([A-D]: [^;]*)", note):
             print(f"    {reason}")
+            if reason[0] in "BD" and reason.endswith("yes)"):
+                print("    in this iteration; it does over the coming ones (look-ahead)")
 
 
 if __name__ == "__main__":

@@ -82,8 +82,12 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path("gpu-results.json"), help="the figures")
     parser.add_argument("--wheels", type=Path, default=ROOT / "wheels", help="packages to install")
     arguments = parser.parse_args()
-    import torch
-
+    try:
+        import torch
+    except ModuleNotFoundError:
+        print("error: this Python has no PyTorch; name another: make gpu PYTHON=python3.12",
+              file=sys.stderr)  # fmt: skip
+        return 1
     if not torch.cuda.is_available():
         print("error: this Python's PyTorch finds no GPU; name another: make gpu PYTHON=python3.12",
               file=sys.stderr)  # fmt: skip

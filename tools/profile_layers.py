@@ -189,7 +189,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         unseen = random_shapes(
             args.held_out, (min(args.tokens), max(args.tokens)), max(args.tokens), seed=1
         )
-        with tqdm(total=runs([*shapes, *unseen], args.repeats), unit="run") as bar:
+        with tqdm(total=runs([*shapes, *unseen], args.repeats), unit="run", disable=None) as bar:
             everything = measure(bench, [*shapes, *unseen], args.repeats, bar.update)
         known = {(s.tokens, s.squares) for s in shapes}
         seen = {k: [p for p in v if (p.tokens, p.squares) in known] for k, v in everything.items()}
