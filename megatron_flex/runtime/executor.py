@@ -382,8 +382,11 @@ class Executor:
         # Each element has one contributor and zeros elsewhere, so the sum is exact and the
         # same whatever the plan; it is taken in slab and micro-batch order afterwards.
         # The last signal is this class's own: whether hand-overs can go through host memory.
-        if run.training:
-            self._swap.begin(self._to_update(run))
+        updates = self._to_update(run) if run.training else []
+        # State that is still on its way to the host's memory cannot be brought in from there.
+        arriving = {s.index for s in updates if s.offloaded} & set(self._states.arriving)
+        if not arriving:
+            self._swap.begin(updates)
         signals = torch.tensor((*run.inputs.signals, self._states.unready), dtype=torch.float64)
         parts = [run.squares.cpu(), run.losses.flatten().cpu(), run.zeros.cpu(), signals]
         before, foreseen = self._after_norm
@@ -400,6 +403,10 @@ class Executor:
         if self.world.control is not None:
             with explain("waiting for all workers at the global norm", self.world):
                 dist.all_reduce(combined, group=self.world.control)
+        if arriving:
+            for number in sorted(arriving):
+                self._wait_arrived(number)
+            self._swap.begin(updates)
         squares, losses, zeros, signals, measured = combined.split([p.numel() for p in parts])
         sums = losses.view_as(run.losses).sum(0).tolist()
         self._states.agree(bool(signals[-1] > 0))
