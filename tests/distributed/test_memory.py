@@ -87,6 +87,13 @@ def test_memory_optimisation_changes_from_iteration_to_iteration(
     jobs.assert_equal_bits(got, expected)
 
 
+def test_state_that_joins_early_into_host_memory_is_waited_for(workers: WorkerPool) -> None:
+    plans = [f"0:8@{i % 3},{(i + 1) % 3} ; optimizer 0-7" for i in range(12)]
+    expected = jobs.merge(workers.run(1, jobs.train, TIED, "0:8@0", 12, exact=True, longest=25))
+    got = jobs.merge(workers.run(3, jobs.train, TIED, plans, 12, exact=True, longest=25))
+    jobs.assert_equal_bits(got, expected)
+
+
 @pytest.mark.parametrize(
     ("config", "plan", "size", "policy"),
     [
