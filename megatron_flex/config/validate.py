@@ -384,7 +384,8 @@ def _recompute(config: Config) -> Problems:
 def _switching(config: Config) -> Problems:
     f = config.flexpipe
     changing = f.flexpipe or f.flexpipe_plans is not None
-    yield from _without(config, "--flexpipe or --flexpipe-plans", changing, ("flexpipe_switch",))
+    switches = ("flexpipe_switch", "flexpipe_twin")
+    yield from _without(config, "--flexpipe or --flexpipe-plans", changing, switches)
     planned = (
         "flexpipe_planner",
         "flexpipe_lookahead",
@@ -395,8 +396,9 @@ def _switching(config: Config) -> Problems:
     yield from _without(config, "--flexpipe", f.flexpipe, planned)
     if f.flexpipe and f.flexpipe_plans is not None:
         yield "--flexpipe chooses the plans that --flexpipe-plans would give: remove one of them"
-    if f.flexpipe and config.evaluation.skip_train:
-        yield "--flexpipe has no effect with --skip-train: remove one of them"
+    for given, flag in ((f.flexpipe, "--flexpipe"), (f.flexpipe_record, "--flexpipe-record")):
+        if given and config.evaluation.skip_train:
+            yield f"{flag} has no effect with --skip-train: remove one of them"
     for flag, path, read in (
         ("--flexpipe-cluster", f.flexpipe_cluster, load_cluster),
         ("--flexpipe-profile", f.flexpipe_profile, _read_profile),

@@ -174,6 +174,8 @@ WRONG: list[tuple[str, tuple[str, ...], str]] = [
     ("--flexpipe-memory-budget-gb 1e300", (), "must be at most"),
     ("--flexpipe --flexpipe-lookahead 1000000000", (), "must be at most 1000"),
     ("--flexpipe-twin-snapshot 5 --flexpipe-twin-timeout 1e300", (), "must be at most"),
+    ("--flexpipe-no-twin", (), "--flexpipe-no-twin has no effect without --flexpipe or"),
+    ("--skip-train --flexpipe-record x", (), "--flexpipe-record has no effect with --skip-train"),
     ("--flexpipe-twin-timeout 9", (), "no effect without --flexpipe-twin-snapshot"),
     ("--flexpipe-twin-snapshot 5 --flexpipe-no-twin", (), "keeps what --flexpipe-no-twin forbids"),
     (
