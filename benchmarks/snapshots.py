@@ -18,17 +18,15 @@ import statistics
 import sys
 import tempfile
 import time
-from datetime import timedelta
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-import torch
-import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from benchmarks.two_workers import flags, host_memory, meet
 from megatron_flex.arguments import parse
 from megatron_flex.loop.assemble import assemble
 from megatron_flex.loop.iteration import Iterations, cost_coefficients
@@ -36,9 +34,7 @@ from megatron_flex.planner.plan import Plan
 from megatron_flex.runtime.executor import Executor
 from megatron_flex.runtime.holdings import Holdings
 from megatron_flex.runtime.optimizer import OptimizerConfig, StepSize
-from megatron_flex.runtime.world import World
-from megatron_flex.twinlayer.manager import Shape, entry_bytes, start
-from megatron_flex.twinlayer.worker import Member, TwinLayers
+from megatron_flex.twinlayer.manager import Shape, entry_bytes
 
 ARMS = ("none", "background", "wait")
 ROUND = 2
@@ -46,32 +42,18 @@ ROUND = 2
 STEP = StepSize(1e-4, 0.01)
 
 
-def flags(arguments: argparse.Namespace) -> list[str]:
-    """The model and the batch, as for pretrain_gpt.py."""
-    hidden, layers = arguments.hidden_size, arguments.layers
-    return (
-        f"--num-layers {layers} --hidden-size {hidden} --num-attention-heads {hidden // 64}"
-        " --seq-length 512 --max-position-embeddings 512 --mock-data --vocab-size 2000"
-        f" --micro-batch-tokens 512 --global-batch-size {arguments.samples} --train-iters 1000"
-        " --lr 1e-4 --distributed-backend gloo --attention-dropout 0"
-    ).split()
-
-
 def worker(rank: int, meeting: str, arguments: argparse.Namespace, out: str) -> None:
     """One of the two workers: rounds of all arms in turn."""
-    torch.set_num_threads(1)
-    timeout = timedelta(minutes=5)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{meeting}", rank=rank, world_size=2, timeout=timeout
-    )
-    world = World.create(torch.device("cpu"), timeout)
+    world = meet(rank, meeting)
     middle = arguments.layers + 1
     plan = Plan.parse(f"0:{middle}@0 | {middle}:{2 * arguments.layers + 2}@1")
-    config = parse([*flags(arguments), "--flexpipe-plan", str(plan)], world_size=2)
+    words = flags(arguments.layers, arguments.hidden_size, arguments.samples)
+    config = parse([*words, "--flexpipe-plan", str(plan)], world_size=2)
     parts = assemble(config)
     holdings = Holdings(parts.model, plan, rank, world.device)
     sizes = {slab: holdings.state_bytes(slab) for slab in holdings.owned}
-    layers = join(world, Path(meeting).with_name("twin.sock"), sizes)
+    bank = round(world.sum(sum(map(entry_bytes, sizes.values()))))
+    layers = host_memory(world, meeting, Shape(2, bank, 0))
     executor = Executor(world, holdings, OptimizerConfig())
     iterations = Iterations(config, plan, executor, cost_coefficients(parts.model))
     source = parts.train
@@ -100,16 +82,6 @@ def worker(rank: int, meeting: str, arguments: argparse.Namespace, out: str) -> 
     if rank == 0:
         Path(out).write_text(json.dumps({"state": state, "times": times, "waits": waits[1:]}))
     layers.close()
-
-
-def join(world: World, socket: Path, sizes: dict[int, int]) -> TwinLayers:
-    """The manager of both workers; it ends after them."""
-    bank = round(world.sum(sum(map(entry_bytes, sizes.values()))))
-    if world.rank == 0:
-        start(socket, "benchmark", Shape(2, bank, 0))
-    world.barrier()
-    member = Member(world.rank, "first", world.size, 1.0, world.timeout.total_seconds())
-    return TwinLayers(socket, member, world.device)
 
 
 def report(state: int, times: dict[str, list[float]], waits: list[float]) -> None:

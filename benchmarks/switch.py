@@ -29,7 +29,6 @@ import tempfile
 import time
 from collections import defaultdict
 from dataclasses import dataclass, replace
-from datetime import timedelta
 from itertools import pairwise
 from pathlib import Path
 from typing import Literal
@@ -38,10 +37,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-import torch
-import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from benchmarks.two_workers import flags, host_memory, meet
 from megatron_flex.arguments import parse
 from megatron_flex.loop.assemble import assemble
 from megatron_flex.loop.iteration import Iterations, cost_coefficients
@@ -50,9 +48,7 @@ from megatron_flex.runtime.arena import ArenaTransport
 from megatron_flex.runtime.executor import Executor
 from megatron_flex.runtime.holdings import Holdings
 from megatron_flex.runtime.optimizer import OptimizerConfig, StepSize
-from megatron_flex.runtime.world import World
-from megatron_flex.twinlayer.manager import Shape, start
-from megatron_flex.twinlayer.worker import Member, TwinLayers
+from megatron_flex.twinlayer.manager import Shape
 
 WAYS: dict[str, Literal["live", "handover", "stall"]] = {
     "live": "live",
@@ -78,17 +74,6 @@ class Sample:
     gap: float
 
 
-def flags(arguments: argparse.Namespace) -> list[str]:
-    """The model and the batch, as for pretrain_gpt.py."""
-    hidden, layers = arguments.hidden_size, arguments.layers
-    return (
-        f"--num-layers {layers} --hidden-size {hidden} --num-attention-heads {hidden // 64}"
-        " --seq-length 512 --max-position-embeddings 512 --mock-data --vocab-size 2000"
-        f" --micro-batch-tokens 512 --global-batch-size {arguments.samples} --train-iters 1000"
-        " --lr 1e-4 --distributed-backend gloo --attention-dropout 0"
-    ).split()
-
-
 def plans(layers: int) -> tuple[str, str]:
     """Two plans on two workers, a layer apart."""
     units, middle = 2 * layers + 2, layers + 1
@@ -97,20 +82,17 @@ def plans(layers: int) -> tuple[str, str]:
 
 def worker(rank: int, rendezvous: str, arguments: argparse.Namespace, out: str) -> None:
     """One of the two workers: cycles of both plans, in each way in turn."""
-    torch.set_num_threads(1)
-    timeout = timedelta(minutes=5)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=2, timeout=timeout
-    )
-    world = World.create(torch.device("cpu"), timeout)
-    words = [*flags(arguments), "--flexpipe-plan", plans(arguments.layers)[0]]
+    world = meet(rank, rendezvous)
+    words = flags(arguments.layers, arguments.hidden_size, arguments.samples)
+    words += ["--flexpipe-plan", plans(arguments.layers)[0]]
     config = parse(words, world_size=2)
     parts = assemble(config)
     first, second = map(Plan.parse, plans(arguments.layers))
     holdings = Holdings(parts.model, first, rank, world.device)
     total = sum(holdings.state_bytes(slab) for slab in range(parts.model.layers.num_slabs))
-    socket = Path(rendezvous).with_name("twin.sock")
-    with_memory = Executor(world, holdings, OptimizerConfig(), arena(world, socket, 2 * total))
+    room = host_memory(world, rendezvous, Shape(0, 0, 2 * total)).hand_overs
+    transport = ArenaTransport(rank, (0,) * world.size, room)
+    with_memory = Executor(world, holdings, OptimizerConfig(), transport)
     by_messages = Executor(world, holdings, OptimizerConfig())
     by_messages.clock = with_memory.clock  # a gap may begin with one and end with the other
     iterations = Iterations(config, first, with_memory, cost_coefficients(parts.model))
@@ -142,16 +124,6 @@ def worker(rank: int, rendezvous: str, arguments: argparse.Namespace, out: str) 
         Path(out).write_text(json.dumps(result_))
 
 
-def arena(world: World, socket: Path, room: int) -> ArenaTransport:
-    """Hand-overs through ``room`` bytes of host memory; their manager ends after the workers."""
-    if world.rank == 0:
-        start(socket, "benchmark", Shape(0, 0, room))
-    world.barrier()
-    member = Member(world.rank, "first", world.size, 1.0, world.timeout.total_seconds())
-    layers = TwinLayers(socket, member, world.device)
-    return ArenaTransport(world.rank, (0,) * world.size, layers.hand_overs)
-
-
 def suspend_resume(arguments: argparse.Namespace, directory: Path) -> list[float]:
     """Seconds from the end of an iteration to the beginning of the next, over a restart."""
     listed = []
@@ -159,7 +131,7 @@ def suspend_resume(arguments: argparse.Namespace, directory: Path) -> list[float
         listed.append(plans(arguments.layers)[number % 2])
     script, log = directory / "plans.txt", directory / "log.jsonl"
     script.write_text("\n".join(listed) + "\n")
-    words = flags(arguments)
+    words = flags(arguments.layers, arguments.hidden_size, arguments.samples)
     words[words.index("--train-iters") + 1] = str(arguments.restarts + 1)
     command = [
         sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
