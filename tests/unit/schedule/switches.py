@@ -7,6 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+import pytest
+
 from megatron_flex.model.layers import LayerList
 from megatron_flex.planner.plan import OPlan, Plan
 from megatron_flex.schedule.costs import OpCosts
@@ -16,6 +18,7 @@ from megatron_flex.schedule.migration import Migration, migrate
 from megatron_flex.schedule.routing import route
 from megatron_flex.schedule.slabs import slab_holders
 from megatron_flex.schedule.transition import Transition, transition
+from megatron_flex.schedule.validate import ProgramError, validate
 from tests.unit.schedule.strategies import Case, random_case, random_costs, random_plan
 
 
@@ -49,6 +52,29 @@ class SwitchCase:
             table=None if pieces is None else pieces.route,
             switch=self.switch,
         ).program
+
+
+#: The model of programs that are broken by hand, and their micro-batches.
+LAYERS = LayerList(3, tied=True)
+TOKENS = (100, 250, 60, 180)
+
+
+def refused(broken: Program, message: str) -> tuple[int, int]:
+    """The device and step at which a program is refused; the message must name both."""
+    with pytest.raises(ProgramError, match=message) as caught:
+        validate(broken, LAYERS)
+    error = caught.value
+    assert f"device {error.device}, step {error.step} " in str(error)
+    return error.device, error.step
+
+
+def check_accepted(drawn: SwitchCase, built: Program, seed: int) -> None:
+    """A generated program must be valid; the error says what was drawn."""
+    try:
+        validate(built, drawn.layers)
+    except ProgramError as error:
+        text = f"seed {seed}: {drawn.switch.plan} to {drawn.switch.next_plan}: {error}"
+        raise AssertionError(text) from error
 
 
 def random_shard(rng: random.Random, plan: Plan) -> Plan:

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from megatron_flex.model.layers import LayerList
 from megatron_flex.planner.plan import Plan
 from megatron_flex.schedule.costs import OpCosts
 from megatron_flex.schedule.instructions import (
@@ -32,17 +31,19 @@ from megatron_flex.schedule.text import dumps, loads
 from megatron_flex.schedule.transition import transition
 from megatron_flex.schedule.validate import ProgramError, validate
 from tests.unit.schedule.switches import (
+    LAYERS,
+    TOKENS,
+    check_accepted,
     edited,
     find,
     inserted,
     moved,
     put,
     random_switch,
+    refused,
     without,
 )
 
-LAYERS = LayerList(3, tied=True)
-TOKENS = (100, 250, 60, 180)
 ELEMENTS = tuple(1024 * n for n in (0, 3, 5, 3, 5, 3, 5, 2, 7))
 STEADY = "0:4@0,1 | 4:8@2,3 ; shard 0-7"
 #: Device 1 gives up slabs 1 to 3 to device 2, which joins; 4 to 7 cease to be sharded.
@@ -60,25 +61,13 @@ def program(before: str = STEADY, after: str | None = None, name: str = "1f1b") 
     return built
 
 
-def refused(broken: Program, message: str) -> tuple[int, int]:
-    with pytest.raises(ProgramError, match=message) as caught:
-        validate(broken, LAYERS)
-    error = caught.value
-    assert f"device {error.device}, step {error.step} " in str(error)
-    return error.device, error.step
-
-
 def test_every_generated_switch_with_shards_is_accepted(count: Callable[[int, int], int]) -> None:
     kinds: set[type[Instruction]] = set()
     for seed in range(count(200, 6000)):
         drawn = random_switch(seed, devices=8, batches=8, sharded=True)
         built = drawn.build()
         kinds |= {type(step) for steps in built.instructions for step in steps}
-        try:
-            validate(built, drawn.layers)
-        except ProgramError as error:
-            text = f"seed {seed}: {drawn.switch.plan} to {drawn.switch.next_plan}: {error}"
-            raise AssertionError(text) from error
+        check_accepted(drawn, built, seed)
         assert loads(dumps(built)) == built
     assert {ScatterGradient, GatherParameters, Recut, SendPiece, RecvPiece, SendState} <= kinds
 

@@ -8,7 +8,6 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_flex.model.layers import LayerList
 from megatron_flex.planner.plan import Plan
 from megatron_flex.schedule.costs import OpCosts
 from megatron_flex.schedule.instructions import (
@@ -27,17 +26,19 @@ from megatron_flex.schedule.list_scheduler import build, policy
 from megatron_flex.schedule.transition import transition
 from megatron_flex.schedule.validate import ProgramError, validate
 from tests.unit.schedule.switches import (
+    LAYERS,
+    TOKENS,
+    check_accepted,
     edited,
     find,
     inserted,
     moved,
     put,
     random_switch,
+    refused,
     without,
 )
 
-LAYERS = LayerList(3, tied=True)
-TOKENS = (100, 250, 60, 180)
 #: Slabs 0 to 3 on devices 0 and 1, 4 to 7 on 2, the tied embedding (8) on 0, 1, 2; 3 is idle.
 BEFORE = Plan.parse("0:4@0,1 | 4:8@2")
 #: Slabs 2 and 3 go from 0 and 1 to 3; device 0 drops its share; 2 keeps 4 and 5; 6 to 8 go to 0.
@@ -52,15 +53,6 @@ def program(way: str = "early", name: str = "zb") -> Program:
     built = build(BEFORE, LAYERS, costs, TOKENS, policy(name), world_size=4, switch=switch).program
     validate(built, LAYERS)
     return built
-
-
-def refused(broken: Program, message: str) -> tuple[int, int]:
-    """The device and step at which a program is refused; the message must name both."""
-    with pytest.raises(ProgramError, match=message) as caught:
-        validate(broken, LAYERS)
-    error = caught.value
-    assert f"device {error.device}, step {error.step} " in str(error)
-    return error.device, error.step
 
 
 def end(given: Program, device: int) -> int:
@@ -81,11 +73,7 @@ def test_every_generated_switch_is_accepted(count: Callable[[int, int], int]) ->
     for seed in range(count(150, 6000)):
         drawn = random_switch(seed)
         built = drawn.build()
-        try:
-            validate(built, drawn.layers)
-        except ProgramError as error:
-            text = f"seed {seed}: {drawn.switch.plan} to {drawn.switch.next_plan}: {error}"
-            raise AssertionError(text) from error
+        check_accepted(drawn, built, seed)
         devices, batches = (
             max(devices, drawn.case.world_size),
             max(batches, len(drawn.case.tokens)),
