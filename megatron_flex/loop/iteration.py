@@ -16,7 +16,6 @@ from megatron_flex.model.config import ModelConfig
 from megatron_flex.planner.fit import allowance, room_for_messages
 from megatron_flex.planner.flops import model_work, total_work
 from megatron_flex.planner.footprint import Footprint
-from megatron_flex.planner.memory import slab_elements
 from megatron_flex.planner.plan import Plan
 from megatron_flex.programs import build_program
 from megatron_flex.runtime.executor import (
@@ -84,7 +83,9 @@ class Iterations:
         """Bytes for messages that peers have not taken, which the plan of ``last`` left free."""
         if self.last is None:
             return 0.0
-        program, micro_batches = self.last
+        return self._room(*self.last)
+
+    def _room(self, program: Program, micro_batches: Sequence[MicroBatch]) -> float:
         largest = float(max(m.tokens for m in micro_batches))
         model = self.executor.holdings.config
         return room_for_messages(model, len(program.plan.stages), largest)
@@ -107,13 +108,12 @@ class Iterations:
         way = self.config.flexpipe.flexpipe_switch
         change = None
         if not following.keeps(self.plan) and way != "restart":
-            model = self.executor.holdings.config
             change = transition(
                 self.plan,
                 following,
-                model.layers,
+                self.executor.holdings.config.layers,
                 late=late if way == "live" else None,
-                elements=slab_elements(model),
+                elements=self._footprint.elements,
             )
         within = None if way == "stall" else change
         result = self._run(source, batch, StepInputs(
@@ -176,9 +176,7 @@ class Iterations:
     def _fits(self, program: Program, micro_batches: Sequence[MicroBatch]) -> bool:
         if self._budget is None:
             return True
-        largest = float(max(m.tokens for m in micro_batches))
-        model, stages = self.executor.holdings.config, len(program.plan.stages)
-        allowed = allowance(model, self._budget, stages, largest)
+        allowed = allowance(self._budget, self._room(program, micro_batches))
         return max(self._footprint.peaks(program)) <= allowed
 
     def _stall(self, change: Transition) -> None:

@@ -13,6 +13,7 @@ import sys
 from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -173,7 +174,7 @@ class PlannedPlans:
         If not, this worker decides in the planner's place while the others wait: training goes on.
         """
         assert self._setup is not None
-        service = Service(self._setup)
+        service = self._deputy
         finder = service.planner.finder([self._setup.cut.batch(self._lengths(iteration))])
         current = finder.best_of(self._choice.plan, None, "current")
         candidate = service.planner.fitted(finder, current)
@@ -187,6 +188,12 @@ class PlannedPlans:
             problem=f"the planner gave no plan for iteration {iteration + 1}, and its batch does"
             f" not fit the plan before it ({self._choice.plan}): {answer.problem}",
         )
+
+    @cached_property
+    def _deputy(self) -> Service:
+        """The planner's work in this process, once it is needed."""
+        assert self._setup is not None
+        return Service(self._setup)
 
     def _take(self, iteration: int, timeout: float) -> Answer | None:
         """The answer for ``iteration``, if it is there; older ones are passed over."""

@@ -43,9 +43,9 @@ def room_for_messages(config: ModelConfig, stages: int, tokens: float) -> float:
     return UNTAKEN * boundary_bytes(config) * tokens if stages > 1 else 0.0
 
 
-def allowance(config: ModelConfig, budget: float, stages: int, tokens: float) -> float:
-    """Bytes of a budget that the predicted peak of a device may have; ``tokens`` as above."""
-    return (1.0 - MARGIN) * budget - room_for_messages(config, stages, tokens)
+def allowance(budget: float, room: float) -> float:
+    """Bytes of a budget that the predicted peak of a device may have; ``room``: for messages."""
+    return (1.0 - MARGIN) * budget - room
 
 
 @dataclass(frozen=True)
@@ -134,7 +134,7 @@ class Fitter:
         arrived = self._footprint.handed_over(running.plan, plan, late, world)
         windows = (self._footprint.windows(running.plan, device) for device in range(world))
         peak = max(a + w for a, w in zip(arrived, windows, strict=True))
-        return peak <= (1.0 - MARGIN) * costs.budget
+        return peak <= allowance(costs.budget, 0.0)  # no message is under way then
 
     def _fit(self, pricer: Pricer, plan: Plan) -> Price:
         tables = pricer.problem.tables
@@ -185,7 +185,8 @@ class Fitter:
     def _allowed(self, pricer: Pricer, plan: Plan) -> float:
         """Bytes that the predicted peak of a device may have."""
         largest = float(pricer.batch.tokens.max())
-        return allowance(self._costs.config, self._costs.budget, len(plan.stages), largest)
+        room = room_for_messages(self._costs.config, len(plan.stages), largest)
+        return allowance(self._costs.budget, room)
 
     def _priced(
         self,

@@ -24,9 +24,7 @@ from dataclasses import dataclass
 from megatron_flex.model.config import ModelConfig
 from megatron_flex.model.layers import Kind
 from megatron_flex.planner.passes import DTYPE_BYTES, passes
-from megatron_flex.schedule.shards import GRAIN
-
-_ROW = 1024  # elements; slabs are padded to a multiple
+from megatron_flex.schedule.shards import GRAIN, ROW
 
 GRADIENT_BYTES = 4
 MOMENT_BYTES = 8
@@ -120,7 +118,7 @@ def slab_elements(config: ModelConfig) -> tuple[int, ...]:
     words = word_embedding_count(config)
 
     def padded(sizes: Sequence[int]) -> int:
-        return _round_up(sum(_round_up(size, GRAIN) for size in sizes), _ROW)
+        return _round_up(sum(_round_up(size, GRAIN) for size in sizes), ROW)
 
     found = []
     for unit in config.layers.units:

@@ -20,7 +20,7 @@ from megatron_flex.model.config import ModelConfig
 from megatron_flex.planner.build import Batch, ModelCosts
 from megatron_flex.planner.candidates import TIE, Candidate, Finder
 from megatron_flex.planner.decision import Decision, Infeasible, Predicted, Reason, action_of
-from megatron_flex.planner.fit import Fitter, allowance
+from megatron_flex.planner.fit import Fitter, allowance, room_for_messages
 from megatron_flex.planner.options import PlannerOptions
 from megatron_flex.planner.plan import Plan, PlanError
 from megatron_flex.planner.pricing import Price
@@ -354,7 +354,8 @@ def running_of(
     """An iteration as the next switch sees it; ``largest``: tokens of its largest micro-batch."""
     budget = float(costs.budget)
     if costs.options.exact_memory:
-        budget = allowance(costs.config, budget, len(price.plan.stages), largest)
+        room = room_for_messages(costs.config, len(price.plan.stages), largest)
+        budget = allowance(budget, room)
     spare = tuple(max(0.0, budget - size) for size in price.device_bytes)
     return Running(price.plan, price.seconds if seconds is None else seconds, spare)
 

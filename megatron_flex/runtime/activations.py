@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from megatron_flex.kernels import SegmentCopy
+from megatron_flex.runtime.background import submit
 from megatron_flex.schedule.residency import Key
 
 SMALLEST = 512
@@ -174,11 +175,8 @@ class ActivationOffload:
         if self._stream is None:
             if self._pool is None:
                 self._pool = ThreadPoolExecutor(1, "activations")
-            # The thread lets go of the tensors before it says that it is done: their memory is
-            # free when the wait ends.
-            copies = [SegmentCopy(tensors, group.buffer, offsets)]
             run = SegmentCopy.gather if out else SegmentCopy.scatter
-            group.moving = self._pool.submit(lambda: run(copies.pop(), 1))
+            group.moving = submit(self._pool, run, SegmentCopy(tensors, group.buffer, offsets), 1)
             return
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):

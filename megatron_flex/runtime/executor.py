@@ -504,10 +504,9 @@ class Executor:
 
     def _receive_state(self, run: _Run | None, op: RecvState) -> None:
         after = None if run is None else run.program.next_plan
+        wanted = after is not None and op.slab in after.o_plan.optimizer
         # A message to a GPU cannot end in the host's memory.
-        at_once = after is not None and self.world.device.type == "cpu"
-        offloaded = at_once and after is not None and op.slab in after.o_plan.optimizer
-        slab = self.holdings.join(op.slab, offloaded=offloaded)
+        slab = self.holdings.join(op.slab, offloaded=wanted and self.world.device.type == "cpu")
         if slab.layout.numel:
             self._states.receive(op, slab.state)
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from megatron_flex.runtime.communicator import explain
 from megatron_flex.runtime.holdings import Holdings
 from megatron_flex.runtime.slab import Slab
-from megatron_flex.runtime.states import StateMessage, StateTransfers
+from megatron_flex.runtime.states import PeerTransport, Pending, StateTransfers
 from megatron_flex.runtime.world import World
 from megatron_flex.schedule.instructions import GatherParameters, Recut, RecvPiece, SendPiece
 from megatron_flex.schedule.shards import owners
@@ -24,9 +24,10 @@ class ShardMoves:
         self._world = world
         self._holdings = holdings
         self._states = states
+        self._peers = PeerTransport(world)
         self._next: dict[int, Recut] = {}
         self._targets: dict[int, Slab] = {}  # what pieces of a slab are received into
-        self._arriving: dict[int, list[StateMessage]] = {}
+        self._arriving: dict[int, list[Pending]] = {}
         self._gathers: dict[int, list[dist.Work]] = {}
 
     @property
@@ -46,19 +47,14 @@ class ShardMoves:
 
     def send(self, op: SendPiece) -> None:
         """Begin to send a piece of the present part; :meth:`StateTransfers.left` waits for it."""
-        assert self._world.state is not None
         for tensor in self._holdings.slabs[op.slab].piece(op.start, op.stop):
-            with explain(op, self._world):
-                work = self._world.state.send(tensor.to(self._world.device), op.peer)
-            self._states.leave(op.slab, StateMessage(op, self._world, work))
+            self._states.leave(op.slab, self._peers.send(op, tensor.to(self._world.device)))
 
     def receive(self, op: RecvPiece) -> None:
         """Begin to receive a piece of the next part."""
-        assert self._world.state is not None
+        arriving = self._arriving.setdefault(op.slab, [])
         for tensor in self._targets[op.slab].piece(op.start, op.stop):
-            with explain(op, self._world):
-                work = self._world.state.receive(tensor, op.peer)
-            self._arriving.setdefault(op.slab, []).append(StateMessage(op, self._world, work))
+            arriving.append(self._peers.receive(op, tensor))
 
     def finish(self, number: int) -> None:
         """Before the update: give up the present part of a slab for the next, if there is one."""

@@ -14,13 +14,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from megatron_flex.schedule.shards import GRAIN, Range
+from megatron_flex.schedule.shards import GRAIN, ROW, Range
 
 # Every parameter starts at a multiple of this many elements: 64 bytes in bfloat16, 128 in float32.
 # Unaligned one-row products differ in their last bits.
 ALIGNMENT = GRAIN
-# The whole slab is padded to this many elements, so that its norm is a sum over equal rows.
-ROW = 1024
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,15 @@ from megatron_flex.runtime.channel import Message
 from megatron_flex.runtime.communicator import explain
 from megatron_flex.runtime.failure import CommunicationError
 from megatron_flex.runtime.world import World
-from megatron_flex.schedule.instructions import PieceOp, Program, RecvState, SendState, StateOp
+from megatron_flex.schedule.instructions import (
+    PieceOp,
+    Program,
+    RecvPiece,
+    RecvState,
+    SendPiece,
+    SendState,
+    StateOp,
+)
 from megatron_flex.twinlayer.errors import TwinError
 
 
@@ -37,15 +45,12 @@ class Transport(Protocol):
 
 
 @dataclass(frozen=True)
-class StateMessage:
-    """A message, for an instruction."""
-
+class _Message:
     op: StateOp | PieceOp
     world: World
     work: Message
 
     def wait(self) -> None:
-        """Return when it is done."""
         with explain(self.op, self.world):
             self.work.wait(self.world.timeout)
 
@@ -56,17 +61,17 @@ class PeerTransport:
 
     world: World
 
-    def send(self, op: SendState, state: torch.Tensor) -> Pending:
+    def send(self, op: SendState | SendPiece, state: torch.Tensor) -> Pending:
         """Begin to send."""
         assert self.world.state is not None
         with explain(op, self.world):
-            return StateMessage(op, self.world, self.world.state.send(state, op.peer))
+            return _Message(op, self.world, self.world.state.send(state, op.peer))
 
-    def receive(self, op: RecvState, state: torch.Tensor) -> Pending:
+    def receive(self, op: RecvState | RecvPiece, state: torch.Tensor) -> Pending:
         """Begin to receive."""
         assert self.world.state is not None
         with explain(op, self.world):
-            return StateMessage(op, self.world, self.world.state.receive(state, op.peer))
+            return _Message(op, self.world, self.world.state.receive(state, op.peer))
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 
+from megatron_flex.runtime.background import submit
 from megatron_flex.runtime.slab import Slab
 from megatron_flex.schedule.residency import WINDOW
 
@@ -30,10 +31,7 @@ class _Copies:
         if self._stream is None:
             if self._pool is None:
                 self._pool = ThreadPoolExecutor(1, "swap")
-            # The thread lets go of the tensors before it says that it is done: their memory is
-            # free when the wait ends.
-            pair = [(source, target)]
-            return self._pool.submit(lambda: _copy(*pair.pop()))
+            return submit(self._pool, _copy, source, target)
         self._stream.wait_stream(torch.cuda.current_stream(target.device if target.is_cuda
                                                            else source.device))  # fmt: skip
         with torch.cuda.stream(self._stream):

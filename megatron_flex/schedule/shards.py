@@ -18,6 +18,8 @@ from megatron_flex.schedule.slabs import slab_holders
 
 GRAIN = 32
 """Elements that are never split: a parameter's alignment in a slab."""
+ROW = 1024
+"""Elements to a multiple of which a slab is padded, so that its norm is a sum over equal rows."""
 
 Range = tuple[int, int]
 """Elements ``[start, stop)`` of a slab."""
