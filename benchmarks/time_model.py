@@ -4,9 +4,9 @@
 
 Random models, devices, micro-batches and plans, some boundaries moved at random, without
 communication: straight with equal degrees, and with the degrees that the exact search finds; in a
-V; with fused backward (1F1B, in flight K_s) and with split backward (zero bubble). Relative errors
-against the event simulation: of the time model ``pipeline``, and of the refined estimate that
-picks what is simulated (its mean with a wave through the stages, for fused backwards).
+V; with fused backward (1F1B) and with split backward (zero bubble). Relative errors against the
+event simulation: of the time model ``pipeline``, and of the refined estimate that picks what is
+simulated (two waves through the stages, for fused backwards).
 """
 
 from __future__ import annotations
