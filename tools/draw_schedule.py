@@ -23,6 +23,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
+
 ROOT = Path(__file__).resolve().parent.parent
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
@@ -31,7 +33,8 @@ from megatron_flex.planner.plan import Plan, PlanError, Stage
 from megatron_flex.schedule import draw
 from megatron_flex.schedule.costs import OpCosts
 from megatron_flex.schedule.list_scheduler import POLICIES, policy, search, simulate
-from megatron_flex.schedule.placement import OpKind, Placement, positions
+from megatron_flex.schedule.operations import OpKind
+from megatron_flex.schedule.placement import Placement, positions
 from megatron_flex.schedule.replay import replay_program
 from megatron_flex.schedule.text import load
 
@@ -136,9 +139,10 @@ def planned_and_actual(path: Path, iteration: int | None) -> dict[str, Placement
     for at, seconds, device, code in spans:
         start[code], finish[code] = at - begin, at - begin + seconds
         order[device].append(code)
-    sequence = positions([code for *_, code in spans])
-    actual = Placement(planned.problem, tuple(map(tuple, order)), tuple(start), tuple(finish),
-                       sequence, max(finish), planned.peak)  # fmt: skip
+    sequence = positions(np.array([code for *_, code in spans]))
+    orders = tuple(np.array(codes, dtype=np.int64) for codes in order)
+    actual = Placement(planned.problem, orders, np.array(start), np.array(finish), sequence,
+                       max(finish), planned.peak)  # fmt: skip
     return {"planned": planned, "actual": actual}
 
 

@@ -1,9 +1,9 @@
 // The list scheduler's pass over one iteration, and the timing of a given order.
 //
-// megatron_flex/schedule/engine.py, budget.py and replay.py hold the same rules in Python,
-// operation by operation; the tests ask for the same bits. An operation is one number, (kind *
-// stages + stage) * batches + micro-batch; kinds are forward, backward (or its input half) and
-// weight half.
+// Operations and what they wait for come as arrays (megatron_flex/schedule/operations.py). An
+// operation is one number, (kind * stages + stage) * batches + micro-batch; kinds are forward,
+// backward (or its input half) and weight half. tests/oracles has the same rules in Python; the
+// tests ask for the same bits.
 #include <algorithm>
 #include <cstdint>
 #include <functional>
@@ -13,31 +13,36 @@
 
 #include "api.h"
 
-// Mirrored by megatron_flex/schedule/native_engine.py; all fields are eight bytes.
+// Mirrored by megatron_flex/schedule/engine.py; all fields are eight bytes.
 struct mflex_schedule_problem {
-  int64_t stages, batches, devices, kinds;
-  int64_t split;                // backward in two operations
+  int64_t kinds, stages, batches, devices;
   int64_t train;                // 0: forwards only
   int64_t forwards_first;       // a device begins its backwards after its last forward
   int64_t alternate;            // after a backward, a device looks at its forwards first
   int64_t lender;               // who admits forwards to memory: 0 nobody, 1 banker, 2 ticket
   double tolerance;             // events that are closer happen at the same time
   double stop;                  // give up when the makespan is sure to reach this
-  const double* duration;       // [kinds][stages][batches], seconds
-  const double* transfer;       // [stages - 1][batches], seconds
-  const double* activation;     // [stages][batches], bytes
-  const int64_t* route;         // [stages][batches], device
+  const int64_t* device;        // [operations], where each runs
+  const double* seconds;        // [operations]
+  const double* takes;          // [operations], bytes taken when it begins
+  const double* frees;          // [operations], bytes given back when it ends
+  const int64_t* needs;         // [operations], how many others it waits for
+  const int64_t* offset;        // [operations + 1], into target and wire
+  const int64_t* target;        // [edges], operations that wait for it
+  const double* wire;           // [edges], seconds on the link
+  const int64_t* lead;          // [batches], the first of each one's chain
   const int64_t* turn;          // [batches], micro-batches in the order of entry
   const double* cap;            // [stages], forwards in flight on a replica
   const double* memory;         // [devices], bytes
   const int64_t* queue_offset;  // [devices + 1], into queue
   const int64_t* queue;         // kind * stages + stage, most urgent first
   const int64_t* order_offset;  // [devices + 1], into order
+  int64_t* order;               // operations of each device in turn; out (replay: in)
   double* start;                // [operations], out
   double* finish;               // [operations], out
   double* peak;                 // [devices], out
-  int64_t* order;               // operations of each device in turn; out (replay: in)
   int64_t* sequence;            // operations in the order in which they were started, out
+  int64_t* reached;             // [devices], operations that a replay has run, out
 };
 
 namespace mflex {
@@ -71,7 +76,8 @@ class Lender {
   virtual void admit(int64_t device, int64_t stage, int64_t batch) = 0;
 };
 
-// budget.py: Banker.
+// What a device may lend without stopping the pipeline later: tests/oracles/lenders.py has the why.
+// The first slice of a chain takes all that the chain will need.
 class Banker : public Lender {
  public:
   explicit Banker(const mflex_schedule_problem& p)
@@ -82,18 +88,18 @@ class Banker : public Lender {
     }
     std::vector<double> after(p.devices);
     for (int64_t m = 0; m < p.batches; ++m) {
-      for (int64_t s = 0; s < p.stages; ++s) after[p.route[s * p.batches + m]] = 0.0;
+      for (int64_t s = 0; s < p.stages; ++s) after[p.device[s * p.batches + m]] = 0.0;
       for (int64_t s = p.stages - 1; s >= 0; --s) {
         const int64_t at = s * p.batches + m;
-        later_[at] = after[p.route[at]];
-        after[p.route[at]] = later_[at] + p.activation[at];
+        later_[at] = after[p.device[at]];
+        after[p.device[at]] = later_[at] + p.takes[at];
       }
     }
   }
 
   bool admits(int64_t device, int64_t stage, int64_t batch, double used) const override {
     const int64_t at = stage * p_.batches + batch;
-    const double size = p_.activation[at];
+    const double size = p_.takes[at];
     if (used + size > memory_[device]) return false;
     if (later_[at] == 0.0) return true;
     double largest = 0.0;
@@ -108,9 +114,9 @@ class Banker : public Lender {
         std::find_if(ways.begin(), ways.end(), [batch](const Way& w) { return w.batch == batch; });
     if (later_[at] != 0.0) {
       if (way == ways.end()) way = ways.insert(way, Way{batch, 0.0, 0.0});
-      way->held = way->held + p_.activation[at];
+      way->held = way->held + p_.takes[at];
       way->need = later_[at];
-      spare_[device] -= p_.activation[at];
+      spare_[device] -= p_.takes[at];
     } else if (way != ways.end()) {
       spare_[device] += way->held;
       ways.erase(way);
@@ -128,30 +134,32 @@ class Banker : public Lender {
   std::vector<std::vector<Way>> way_;
 };
 
-// budget.py: Ticket.
 class Ticket : public Lender {
  public:
   explicit Ticket(const mflex_schedule_problem& p)
       : p_(p), under_way_(p.devices), room_(p.devices), held_(p.batches), complete_(p.batches) {
     for (int64_t d = 0; d < p.devices; ++d) memory_.push_back(p.memory[d] * kSlack);
     std::vector<double> whole(p.devices);
-    for (int64_t m = 0; m < p.batches; ++m) {
-      for (int64_t s = 0; s < p.stages; ++s) whole[p.route[s * p.batches + m]] = 0.0;
+    for (int64_t i = 0; i < p.batches; ++i) {
+      if (p.lead[p.turn[i]] == p.turn[i]) turn_.push_back(p.turn[i]);
+    }
+    for (const int64_t m : turn_) {
+      for (int64_t s = 0; s < p.stages; ++s) whole[p.device[s * p.batches + m]] = 0.0;
       for (int64_t s = 0; s < p.stages; ++s) {
         const int64_t at = s * p.batches + m;
-        whole[p.route[at]] = whole[p.route[at]] + p.activation[at];
+        whole[p.device[at]] = whole[p.device[at]] + p.takes[at];
       }
       for (int64_t s = 0; s < p.stages; ++s) {
-        const int64_t device = p.route[s * p.batches + m];
+        const int64_t device = p.device[s * p.batches + m];
         room_[device] = std::max(room_[device], whole[device]);
       }
     }
   }
 
   bool admits(int64_t device, int64_t stage, int64_t batch, double used) const override {
-    const double size = p_.activation[stage * p_.batches + batch];
+    const double size = p_.takes[stage * p_.batches + batch];
     if (used + size > memory_[device]) return false;
-    const int64_t holder = p_.turn[first_];
+    const int64_t holder = turn_[first_];
     if (batch == holder || stage == p_.stages - 1) return true;
     const double others = under_way_[device] - held_at(holder, device);
     return others + size <= memory_[device] - room_[device];
@@ -160,7 +168,7 @@ class Ticket : public Lender {
   void admit(int64_t device, int64_t stage, int64_t batch) override {
     auto& held = held_[batch];
     if (stage < p_.stages - 1) {
-      const double size = p_.activation[stage * p_.batches + batch];
+      const double size = p_.takes[stage * p_.batches + batch];
       auto found = std::find_if(held.begin(), held.end(),
                                 [device](const auto& part) { return part.first == device; });
       if (found == held.end()) found = held.insert(found, {device, 0.0});
@@ -171,7 +179,7 @@ class Ticket : public Lender {
     for (const auto& [at, size] : held) under_way_[at] -= size;
     held.clear();
     complete_[batch] = 1;
-    while (first_ < p_.batches - 1 && complete_[p_.turn[first_]]) ++first_;
+    while (first_ + 1 < turn_.size() && complete_[turn_[first_]]) ++first_;
   }
 
  private:
@@ -183,13 +191,13 @@ class Ticket : public Lender {
   }
 
   const mflex_schedule_problem& p_;
-  int64_t first_ = 0;
+  size_t first_ = 0;
+  std::vector<int64_t> turn_;  // in the order of entry, a chain as one
   std::vector<double> memory_, under_way_, room_;
   std::vector<std::vector<std::pair<int64_t, double>>> held_;
   std::vector<char> complete_;
 };
 
-// engine.py: _Pass.
 class Pass {
  public:
   Pass(const mflex_schedule_problem& p, Lender* lender)
@@ -198,6 +206,8 @@ class Pass {
         rank_(p.batches),
         slot_(p.devices * p.kinds * p.stages, -1),
         waiting_(p.queue_offset[p.devices]),
+        admitted_(p.queue_offset[p.devices]),
+        needs_(p.needs, p.needs + p.kinds * p.stages * p.batches),
         in_flight_(p.devices * p.stages),
         used_(p.devices),
         forwards_left_(p.devices),
@@ -205,7 +215,7 @@ class Pass {
         placed_(p.devices),
         idle_(p.devices, 1),
         after_backward_(p.devices),
-        touched_(p.devices),
+        is_touched_(p.devices),
         links_(p.devices) {
     for (int64_t i = 0; i < p.batches; ++i) rank_[p.turn[i]] = i;
     for (int64_t d = 0; d < p.devices; ++d) {
@@ -215,28 +225,30 @@ class Pass {
         slot_[d * p.kinds * p.stages + p.queue[i]] = i;
       }
     }
-    const int64_t size = p.stages * p.batches;
-    for (int64_t code = 0; code < p.kinds * size; ++code) {
-      const int64_t device = p.route[code % size];
-      work_left_[device] += p.duration[code];
-      forwards_left_[device] += code < size;
+    for (int64_t code = 0; code < total(); ++code) {
+      const int64_t device = p.device[code];
+      work_left_[device] += p.seconds[code];
+      forwards_left_[device] += code < p.stages * p.batches;
     }
   }
 
   Verdict run(double stop, bool force) {
-    const int64_t total = p_.kinds * p_.stages * p_.batches;
-    for (int64_t m = 0; m < p_.batches; ++m) ready(kForward * p_.stages, m, p_.route[m]);
+    for (int64_t code = 0; code < total(); ++code) {
+      if (!needs_[code]) ready(code);
+    }
     double now = 0.0;
     for (;;) {
-      for (int64_t d = 0; d < p_.devices; ++d) {
-        if (!touched_[d]) continue;
-        touched_[d] = 0;
+      // By device, whatever touched them first.
+      std::sort(touched_.begin(), touched_.end());
+      for (const int64_t d : touched_) {
+        is_touched_[d] = 0;
         if (!idle_[d]) continue;
         if (now + work_left_[d] >= stop) return kGaveUp;
         dispatch(d, now);
       }
+      touched_.clear();
       if (events_.empty()) {
-        if (started_ == total) return kPlaced;
+        if (started_ == total()) return kPlaced;
         if (!force || !start_anyway(now)) return kStuck;
         continue;
       }
@@ -245,7 +257,11 @@ class Pass {
         const auto [time, code] = events_.top();
         events_.pop();
         now = time;
-        handle(code, now);
+        if (code < 0) {
+          arrive(-1 - code);
+        } else {
+          ended(code, now);
+        }
       }
     }
   }
@@ -254,49 +270,47 @@ class Pass {
   using Event = std::pair<double, int64_t>;  // time; operation, or -1 - operation: an arrival
   using Heap = std::priority_queue<int64_t, std::vector<int64_t>, std::greater<int64_t>>;
 
-  void handle(int64_t code, double now) {
-    const bool arrival = code < 0;
-    if (arrival) code = -1 - code;
+  int64_t total() const { return p_.kinds * p_.stages * p_.batches; }
+
+  void touch(int64_t device) {
+    if (is_touched_[device]) return;
+    is_touched_[device] = 1;
+    touched_.push_back(device);
+  }
+
+  void ended(int64_t code, double now) {
     const int64_t queue = code / p_.batches, batch = code % p_.batches;
-    const int64_t kind = queue / p_.stages, stage = queue % p_.stages;
-    const int64_t device = p_.route[stage * p_.batches + batch];
-    if (arrival) return ready(queue, batch, device);
-    touched_[device] = 1;
+    const int64_t device = p_.device[code];
+    touch(device);
     idle_[device] = 1;
-    if (kind == kForward) {
-      if (stage + 1 < p_.stages) {
-        deliver(queue + 1, batch, device, now);
-      } else if (p_.train) {
-        ready(queue + p_.stages, batch, device);
+    if (queue / p_.stages == kBackward && p_.lead[batch] == batch) {
+      --in_flight_[device * p_.stages + queue % p_.stages];
+    }
+    used_[device] -= p_.frees[code];
+    for (int64_t e = p_.offset[code]; e < p_.offset[code + 1]; ++e) {
+      const int64_t target = p_.target[e], to = p_.device[target];
+      if (to != device) {
+        const double arrival = links_.cross(device, to, now, p_.wire[e]);
+        if (arrival > now) {
+          events_.emplace(arrival, -1 - target);
+          continue;
+        }
       }
-      return;
+      arrive(target);
     }
-    if (kind == kBackward) {
-      --in_flight_[device * p_.stages + stage];
-      if (stage) deliver(queue - 1, batch, device, now);
-      if (p_.split) return ready(queue + p_.stages, batch, device);
-    }
-    used_[device] -= p_.activation[stage * p_.batches + batch];
   }
 
-  void ready(int64_t queue, int64_t batch, int64_t device) {
-    waiting_[slot_[device * p_.kinds * p_.stages + queue]].push(rank_[batch]);
-    touched_[device] = 1;
+  void arrive(int64_t code) {
+    if (!--needs_[code]) ready(code);
   }
 
-  void deliver(int64_t queue, int64_t batch, int64_t source, double now) {
-    const int64_t stage = queue % p_.stages;
-    const int64_t target = p_.route[stage * p_.batches + batch];
-    if (source != target) {
-      const int64_t boundary = queue < p_.stages ? stage - 1 : stage;
-      const double wire = p_.transfer[boundary * p_.batches + batch];
-      const double arrival = links_.cross(source, target, now, wire);
-      if (arrival > now) {
-        events_.emplace(arrival, -1 - (queue * p_.batches + batch));
-        return;
-      }
-    }
-    ready(queue, batch, target);
+  void ready(int64_t code) {
+    const int64_t queue = code / p_.batches, batch = code % p_.batches;
+    const int64_t device = p_.device[code];
+    const int64_t slot = slot_[device * p_.kinds * p_.stages + queue];
+    const bool admitted = queue < p_.stages && p_.lead[batch] != batch;
+    (admitted ? admitted_ : waiting_)[slot].push(rank_[batch]);
+    touch(device);
   }
 
   void dispatch(int64_t device, double now) {
@@ -306,11 +320,18 @@ class Pass {
     bool starved = false;
     for (int64_t look = turn ? 0 : count; look < 2 * count; ++look) {
       const int64_t i = first + look % count;
-      if (waiting_[i].empty()) continue;
       const int64_t queue = p_.queue[i], stage = queue % p_.stages;
       if (look < count && queue >= p_.stages) continue;
+      if (!admitted_[i].empty()) {
+        const int64_t batch = p_.turn[admitted_[i].top()];
+        admitted_[i].pop();
+        begin(device, queue, batch, now);
+        return;
+      }
+      if (waiting_[i].empty()) continue;
       const int64_t batch = p_.turn[waiting_[i].top()];
       if (queue < p_.stages) {
+        // Nothing less urgent may take the memory that a forward waits for.
         if (starved || (p_.train && in_flight_[device * p_.stages + stage] >= p_.cap[stage])) {
           continue;
         }
@@ -329,7 +350,7 @@ class Pass {
 
   void begin(int64_t device, int64_t queue, int64_t batch, double now) {
     const int64_t code = queue * p_.batches + batch;
-    const double seconds = p_.duration[code];
+    const double seconds = p_.seconds[code];
     p_.start[code] = now;
     p_.finish[code] = now + seconds;
     p_.order[placed_[device]++] = code;
@@ -337,12 +358,14 @@ class Pass {
     idle_[device] = 0;
     after_backward_[device] = queue >= p_.stages;
     work_left_[device] -= seconds;
+    used_[device] += p_.takes[code];
+    p_.peak[device] = std::max(p_.peak[device], used_[device]);
     if (queue < p_.stages && p_.train) {
       --forwards_left_[device];
-      ++in_flight_[device * p_.stages + queue];
-      used_[device] += p_.activation[code];
-      p_.peak[device] = std::max(p_.peak[device], used_[device]);
-      if (lender_) lender_->admit(device, queue, batch);
+      if (p_.lead[batch] == batch) {
+        ++in_flight_[device * p_.stages + queue];
+        if (lender_) lender_->admit(device, queue, batch);
+      }
     }
     events_.emplace(now + seconds, code);
   }
@@ -369,29 +392,31 @@ class Pass {
   const mflex_schedule_problem& p_;
   Lender* lender_;
   std::vector<int64_t> rank_, slot_;
-  std::vector<Heap> waiting_;
-  std::vector<int64_t> in_flight_;
+  std::vector<Heap> waiting_;   // by queue: what must be admitted, if it is a forward
+  std::vector<Heap> admitted_;  // by queue: slices of chains that were
+  std::vector<int64_t> needs_, in_flight_;
   std::vector<double> used_;
   std::vector<int64_t> forwards_left_;
   std::vector<double> work_left_;
   std::vector<int64_t> placed_;
-  std::vector<char> idle_, after_backward_, touched_;
+  std::vector<char> idle_, after_backward_, is_touched_;
+  std::vector<int64_t> touched_;
   Links links_;
   std::priority_queue<Event, std::vector<Event>, std::greater<Event>> events_;
   int64_t started_ = 0;
 };
 
-// replay.py: the number of operations that could be run, in order of `sequence`.
+// The number of operations of the given order that could be run.
 int64_t replay(const mflex_schedule_problem& p) {
-  const int64_t size = p.stages * p.batches, total = p.kinds * size;
-  std::vector<double> input(total, -1.0), free(p.devices), used(p.devices);
-  std::fill_n(input.begin(), p.batches, 0.0);
-  std::vector<int64_t> at(p.order_offset, p.order_offset + p.devices);
+  const int64_t total = p.kinds * p.stages * p.batches;
+  std::vector<int64_t> needs(p.needs, p.needs + total);
+  std::vector<double> arrived(total), free(p.devices), used(p.devices);
   std::vector<char> queued(p.devices, 1);
   Links links(p.devices);
   std::vector<int64_t> work;
   for (int64_t d = 0; d < p.devices; ++d) {
     p.peak[d] = 0.0;
+    p.reached[d] = 0;
     work.push_back(d);
   }
   int64_t done = 0;
@@ -399,45 +424,29 @@ int64_t replay(const mflex_schedule_problem& p) {
     const int64_t device = work.back();
     work.pop_back();
     queued[device] = 0;
-    while (at[device] < p.order_offset[device + 1] && input[p.order[at[device]]] >= 0) {
-      const int64_t code = p.order[at[device]++];
-      const int64_t batch = code % p.batches, stage = code / p.batches % p.stages;
-      const int64_t kind = code / size;
-      p.start[code] = std::max(free[device], input[code]);
-      const double end = p.finish[code] = free[device] = p.start[code] + p.duration[code];
+    const int64_t first = p.order_offset[device], count = p.order_offset[device + 1] - first;
+    int64_t& at = p.reached[device];
+    while (at < count && !needs[p.order[first + at]]) {
+      const int64_t code = p.order[first + at++];
+      p.start[code] = std::max(free[device], arrived[code]);
+      const double end = p.finish[code] = free[device] = p.start[code] + p.seconds[code];
       p.sequence[done++] = code;
-      const auto send = [&](int64_t next, int64_t boundary) {
-        const int64_t target = p.route[next % size];
+      used[device] += p.takes[code];
+      p.peak[device] = std::max(p.peak[device], used[device]);
+      used[device] -= p.frees[code];
+      for (int64_t e = p.offset[code]; e < p.offset[code + 1]; ++e) {
+        const int64_t target = p.target[e], to = p.device[target];
         double arrival = end;
-        if (target != device) {
-          arrival = links.cross(device, target, end, p.transfer[boundary * p.batches + batch]);
-          if (!queued[target]) {
-            queued[target] = 1;
-            work.push_back(target);
+        if (to != device) {
+          arrival = links.cross(device, to, end, p.wire[e]);
+          if (!queued[to]) {
+            queued[to] = 1;
+            work.push_back(to);
           }
         }
-        input[next] = arrival;
-      };
-      if (kind == kForward) {
-        if (stage + 1 < p.stages) {
-          send(code + p.batches, stage);
-        } else if (p.train) {
-          input[code + size] = end;
-        }
-        if (p.train) {
-          used[device] += p.activation[code];
-          p.peak[device] = std::max(p.peak[device], used[device]);
-        }
-        continue;
+        arrived[target] = std::max(arrived[target], arrival);
+        --needs[target];
       }
-      if (kind == kBackward) {
-        if (stage) send(code - p.batches, stage - 1);
-        if (p.split) {
-          input[code + size] = end;
-          continue;
-        }
-      }
-      used[device] -= p.activation[code % size];
     }
   }
   return done;

@@ -15,6 +15,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 Table = tuple[tuple[float, ...], ...]
+TABLES = (
+    "forward", "backward_input", "backward_weight", "transfer", "activation", "chain_bytes"
+)  # fmt: skip
+"""Costs that are given for each stage (or boundary) and micro-batch."""
 
 
 @dataclass(frozen=True)
@@ -33,6 +37,9 @@ class OpCosts:
             weight gradient is done.
         reduce: seconds of the gradient reduction of each slab; empty means none.
         update: seconds of the optimizer update of each slab on one device; empty means none.
+        chain_bytes: ``chain_bytes[stage][micro_batch]``, bytes that a slice of a longer sample
+            leaves besides until the whole sample is through: its keys and values, and their
+            gradients. Empty: none.
     """
 
     forward: Table
@@ -42,21 +49,23 @@ class OpCosts:
     activation: Table
     reduce: tuple[float, ...] = ()
     update: tuple[float, ...] = ()
+    chain_bytes: Table = ()
 
     def __post_init__(self) -> None:
         stages, batches = len(self.forward), len(self.forward[0]) if self.forward else 0
         if not stages or not batches:
             raise ValueError("costs need at least one stage and one micro-batch")
-        for name in ("forward", "backward_input", "backward_weight", "transfer", "activation"):
+        for name in TABLES:
             table: Table = getattr(self, name)
             rows = stages - 1 if name == "transfer" else stages
+            if name == "chain_bytes" and not table:
+                continue
             if len(table) != rows or any(len(row) != batches for row in table):
                 raise ValueError(
                     f"costs.{name} must have {rows} rows of {batches} micro-batches, as"
                     " costs.forward implies"
                 )
-        for name in ("forward", "backward_input", "backward_weight", "transfer", "activation",
-                     "reduce", "update"):  # fmt: skip
+        for name in (*TABLES, "reduce", "update"):
             value = getattr(self, name)
             rows_ = value if value and isinstance(value[0], tuple) else (value,)
             for number, row in enumerate(rows_):
@@ -70,8 +79,12 @@ class OpCosts:
     def arrays(self) -> dict[str, NDArray[np.float64]]:
         """The tables as arrays, by name: ``[stages, micro_batches]`` (transfer: one row less)."""
         shape = (-1, self.num_micro_batches)
-        names = ("forward", "backward_input", "backward_weight", "transfer", "activation")
-        return {name: np.array(getattr(self, name), float).reshape(shape) for name in names}
+        found: dict[str, NDArray[np.float64]] = {
+            name: np.array(getattr(self, name), float).reshape(shape) for name in TABLES
+        }
+        if not self.chain_bytes:
+            found["chain_bytes"] = np.zeros_like(found["activation"])
+        return found
 
     @property
     def num_stages(self) -> int:

@@ -11,7 +11,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_flex.schedule.placement import OpKind, Placement
+import numpy as np
+
+from megatron_flex.schedule.operations import OpKind
+from megatron_flex.schedule.placement import Placement
 from megatron_flex.schedule.timeline import Timeline
 
 if TYPE_CHECKING:
@@ -67,10 +70,8 @@ def grid(placement: Placement, width: int | None = None, unit: str = "bytes") ->
 
 def _width(placement: Placement) -> int:
     """Characters so that most operations have room for their names."""
-    lengths = sorted(
-        placement.finish[c] - placement.start[c] for order in placement.order for c in order
-    )
-    short = lengths[len(lengths) // 10]
+    lengths = np.sort(placement.finish - placement.start)
+    short = float(lengths[len(lengths) // 10])
     room = 1 + len(str(placement.problem.costs.num_micro_batches - 1))
     wanted = placement.makespan / short * (room + 1) if short > 0 else 0
     return int(min(240, max(60, wanted)))

@@ -19,6 +19,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+import numpy as np
+
 from megatron_flex.model.layers import LayerList
 from megatron_flex.planner.plan import Plan
 from megatron_flex.schedule.instructions import (
@@ -45,12 +47,11 @@ from megatron_flex.schedule.instructions import (
     SquaredNorm,
     UpdateOrSkip,
 )
-from megatron_flex.schedule.placement import OpKind, Placement
+from megatron_flex.schedule.operations import OpKind
+from megatron_flex.schedule.placement import Placement
 from megatron_flex.schedule.shards import Cut, sharded_slabs
 from megatron_flex.schedule.slabs import slab_holders, slab_stages
 from megatron_flex.schedule.transition import Move, Transition
-
-FORWARD, BACKWARD, WEIGHT = OpKind.FORWARD, OpKind.BACKWARD, OpKind.WEIGHT
 
 
 @dataclass(frozen=True)
@@ -90,14 +91,13 @@ def reductions(
         scattered -= anew.keys()
     plan, M = problem.plan, problem.costs.num_micro_batches
     S = len(plan.stages)
-    last_kind = WEIGHT if problem.split else BACKWARD
     # For each stage, the latest weight gradient on any of its replicas: as (finish, sequence).
-    latest = []
-    for stage in range(S):
-        base = (last_kind * S + stage) * M
-        latest.append(
-            max((placement.finish[c], placement.sequence[c]) for c in range(base, base + M))
-        )
+    last = slice(-S * M, None)
+    finish = placement.finish[last].reshape(S, M)
+    number = np.where(
+        finish == finish.max(axis=1, keepdims=True), placement.sequence[last].reshape(S, M), -1
+    )
+    latest = list(zip(finish.max(axis=1).tolist(), number.max(axis=1).tolist(), strict=True))
     found = []
     for slab, (stages, group) in enumerate(
         zip(slab_stages(plan, layers), slab_holders(plan, layers), strict=True)
@@ -133,7 +133,8 @@ def emit(
         if not _refines(plan, switch.plan):
             raise ValueError(f"the switch starts from '{switch.plan}', the program is on '{plan}'")
         switch.next_plan.check(layers.num_units, world_size)
-    messages = _messages(placement)
+    senders = problem.operations.senders().tolist()
+    messages = _messages(placement, senders)
     reduces = () if problem.forward_only else reductions(placement, layers, switch)
     moves = () if switch is None else switch.moves
     anew = {} if switch is None else switch.cuts(layers)
@@ -143,17 +144,26 @@ def emit(
         out: list[Instruction] = _state_messages(device, (m for m in moves if m.early))
         if switch is not None:
             out += _recuts(device, switch, anew)
-        _compute(out, placement, device, tokens, messages, reduces)
+        _compute(out, placement, device, tokens, senders, messages, reduces)
         own = [r for r in reduces if device in r.group]
         out.extend(SquaredNorm(r.slab) for r in own if r.scattered or r.group[0] == device)
         out.append(GlobalNorm())
         _updates(out, device, sorted(r.slab for r in own), switch, gathers)
         lists.append(tuple(out))
     if switch is None:
-        return Program(plan, tokens, problem.route, tuple(lists))
+        return Program(plan, tokens, problem.route, tuple(lists), chains=problem.chains)
     held = None if switch.plan.stages == plan.stages else switch.plan
     elements = switch.elements if anew else ()
-    return Program(plan, tokens, problem.route, tuple(lists), switch.next_plan, held, elements)
+    return Program(
+        plan,
+        tokens,
+        problem.route,
+        tuple(lists),
+        switch.next_plan,
+        held,
+        elements,
+        problem.chains,
+    )
 
 
 def _refines(plan: Plan, whole: Plan) -> bool:
@@ -238,27 +248,17 @@ def _updates(
     out.extend(Drop(slab) for slab in dropped if slab in sent)
 
 
-def _messages(placement: Placement) -> dict[tuple[int, int], list[int]]:
+def _messages(placement: Placement, senders: list[int]) -> dict[tuple[int, int], list[int]]:
     """For each ordered pair of devices, the operations that wait for its messages, in the order
     of sending."""
-    problem = placement.problem
-    route, M, S = problem.route, problem.costs.num_micro_batches, problem.costs.num_stages
+    device = placement.problem.operations.device.tolist()
+    waiting = sorted(
+        (code for code, sender in enumerate(senders) if sender >= 0),
+        key=lambda code: placement.sequence[senders[code]],
+    )
     found: dict[tuple[int, int], list[int]] = {}
-    for device, order in enumerate(placement.order):
-        for code in order:
-            rest, micro_batch = divmod(code, M)
-            kind, stage = divmod(rest, S)
-            if kind == FORWARD and stage + 1 < S:
-                step = 1
-            elif kind == BACKWARD and stage:
-                step = -1
-            else:
-                continue
-            target = route[stage + step][micro_batch]
-            if target != device:
-                found.setdefault((device, target), []).append(code + step * M)
-    for queue in found.values():
-        queue.reverse()  # the next message is at the end
+    for code in reversed(waiting):  # the next message is at the end
+        found.setdefault((device[senders[code]], device[code]), []).append(code)
     return found
 
 
@@ -267,35 +267,29 @@ def _compute(
     placement: Placement,
     device: int,
     tokens: tuple[int, ...],
+    senders: list[int],
     messages: dict[tuple[int, int], list[int]],
     reduces: tuple[Reduction, ...],
 ) -> None:
     """Operations of one device with their messages and reductions."""
-    problem = placement.problem
-    route, M, S = problem.route, problem.costs.num_micro_batches, problem.costs.num_stages
-    backward = BackwardInput if problem.split else Backward
+    problem, ops = placement.problem, placement.problem.operations
+    computes = (Forward, BackwardInput if problem.split else Backward, BackwardWeight)
     pending = [r for r in reversed(reduces) if device in r.group and len(r.group) > 1]
     taken: set[int] = set()
-    for code in placement.order[device] if device < problem.num_devices else ():
-        start, number = placement.start[code], placement.sequence[code]
+    order = placement.order[device].tolist() if device < problem.num_devices else []
+    starts, numbers = placement.start[order].tolist(), placement.sequence[order].tolist()
+    for code, start, number in zip(order, starts, numbers, strict=True):
         while pending and (pending[-1].ready, pending[-1].after) < (start, number):
             out.append(pending.pop().instruction())
-        rest, micro_batch = divmod(code, M)
-        kind, stage = divmod(rest, S)
-        if kind == FORWARD and stage:
-            _receive(out, code, stage - 1, device, tokens, problem.route, messages, taken)
-        elif kind == BACKWARD and stage + 1 < S:
-            _receive(out, code, stage + 1, device, tokens, problem.route, messages, taken)
-        if kind == FORWARD:
-            out.append(Forward(micro_batch, stage))
-            if stage + 1 < S and (peer := route[stage + 1][micro_batch]) != device:
-                out.append(SendActivation(micro_batch, stage, peer, tokens[micro_batch]))
-        elif kind == BACKWARD:
-            out.append(backward(micro_batch, stage))
-            if stage and (peer := route[stage - 1][micro_batch]) != device:
-                out.append(SendGradient(micro_batch, stage, peer, tokens[micro_batch]))
-        else:
-            out.append(BackwardWeight(micro_batch, stage))
+        if senders[code] >= 0 and code not in taken:
+            _receive(out, code, placement, tokens, senders, messages, taken)
+        kind, stage, micro_batch = problem.decode(code)
+        out.append(computes[kind](micro_batch, stage))
+        for edge in range(ops.offset[code], ops.offset[code + 1]):
+            peer = int(ops.device[ops.target[edge]])
+            if peer != device:
+                send = SendActivation if kind == OpKind.FORWARD else SendGradient
+                out.append(send(micro_batch, stage, peer, tokens[micro_batch]))
     while pending:
         out.append(pending.pop().instruction())
 
@@ -303,26 +297,22 @@ def _compute(
 def _receive(
     out: list[Instruction],
     code: int,
-    producer: int,
-    device: int,
+    placement: Placement,
     tokens: tuple[int, ...],
-    route: tuple[tuple[int, ...], ...],
+    senders: list[int],
     messages: dict[tuple[int, int], list[int]],
     taken: set[int],
 ) -> None:
-    """Receive what ``code`` needs from its producing stage, and what was sent before it."""
-    peer = route[producer][code % len(tokens)]
-    if peer == device or code in taken:
-        return
-    queue = messages[peer, device]
+    """Receive what ``code`` needs from another device, and what that sent before it."""
+    problem = placement.problem
+    device = problem.operations.device
+    peer = int(device[senders[code]])
+    queue = messages[peer, int(device[code])]
     while True:
         waiting = queue.pop()
         taken.add(waiting)
-        rest, micro_batch = divmod(waiting, len(tokens))
-        kind, stage = divmod(rest, len(route))
-        if kind == FORWARD:
-            out.append(RecvActivation(micro_batch, stage - 1, peer, tokens[micro_batch]))
-        else:
-            out.append(RecvGradient(micro_batch, stage + 1, peer, tokens[micro_batch]))
+        kind, stage, micro_batch = problem.decode(senders[waiting])
+        receive = RecvActivation if kind == OpKind.FORWARD else RecvGradient
+        out.append(receive(micro_batch, stage, peer, tokens[micro_batch]))
         if waiting == code:
             return

@@ -252,6 +252,7 @@ class Program:
         held: the layout that the devices are in when it begins, where some of ``plan``'s devices
             join their stages on the way (live migration); ``None``: ``plan``.
         elements: padded elements of every slab, where sharded optimizer state is cut anew.
+        chains: micro-batches that hold the slices of one sample, in order.
     """
 
     plan: Plan
@@ -261,3 +262,4 @@ class Program:
     next_plan: Plan | None = None
     held: Plan | None = None
     elements: tuple[int, ...] = ()
+    chains: tuple[tuple[int, ...], ...] = ()

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import numpy as np
 
@@ -21,6 +22,7 @@ from megatron_flex.schedule.costs import OpCosts
 from megatron_flex.schedule.emit import emit
 from megatron_flex.schedule.engine import place
 from megatron_flex.schedule.instructions import Program
+from megatron_flex.schedule.operations import check_chains
 from megatron_flex.schedule.placement import Placement, Problem
 from megatron_flex.schedule.policies.gpipe import GPIPE
 from megatron_flex.schedule.policies.one_f_one_b import ONE_F_ONE_B
@@ -32,7 +34,10 @@ from megatron_flex.schedule.replay import ScheduleError, replay
 from megatron_flex.schedule.routing import Route, check_route, route
 from megatron_flex.schedule.timeline import Timeline, timeline
 from megatron_flex.schedule.transition import Transition
-from megatron_flex.schedule.turns import turns
+from megatron_flex.schedule.turns import by_number, turns
+
+Chains = Sequence[Sequence[int]]
+"""Micro-batches that hold the slices of one sample, in order."""
 
 POLICIES: dict[str, Policy] = {p.name: p for p in (GPIPE, ONE_F_ONE_B, ZB_H1, ZB_H2, ZB_V, ZB)}
 
@@ -88,6 +93,7 @@ def simulate(
     turn: Sequence[int] | None = None,
     memory: Sequence[float] | None = None,
     forward_only: bool = False,
+    chains: Chains = (),
 ) -> Placement:
     """Place every operation; no instructions are made.
 
@@ -98,9 +104,10 @@ def simulate(
             policy's own limit. A textbook order that needs more gives way to the policy's rule;
             GPipe holds everything, whatever the limit.
         forward_only: an evaluation.
+        chains: micro-batches that hold the slices of one sample, in order.
     """
-    problem = _problem(plan, costs, rule, table, forward_only)
-    placement = _simulate(problem, rule, _turn(turn, costs), memory, math.inf)
+    problem = _problem(plan, costs, rule, table, forward_only, chains)
+    placement = _simulate(problem, rule, _turn(turn, problem), memory, math.inf)
     assert placement is not None  # only a finite stop gives None
     return placement
 
@@ -114,6 +121,7 @@ def search(
     tries: int = 8,
     enough: float = 1e-3,
     stop: float = math.inf,
+    chains: Chains = (),
 ) -> Choice | None:
     """The shortest of up to ``tries`` simulations: zero-bubble rules and orders of entry.
 
@@ -126,7 +134,7 @@ def search(
     Returns ``None`` if no simulation beats ``stop``. A schedule within the memory is preferred to
     a shorter one that is not.
     """
-    problem = _problem(plan, costs, ZB, table, False)
+    problem = _problem(plan, costs, ZB, table, False, chains)
     allowed = tuple(pipeline_memory(problem) if memory is None else memory)
     bound = lower_bound(problem)
     best: Choice | None = None
@@ -156,7 +164,7 @@ def lower_bound(problem: Problem) -> float:
     stages, batches = route.shape
     moved = np.zeros((stages, batches))  # seconds on the link into each stage
     moved[1:] = np.where(route[1:] != route[:-1], tables["transfer"], 0.0)
-    work = problem.durations.reshape(-1, stages, batches).sum(axis=0)
+    work = problem.operations.seconds.reshape(-1, stages, batches).sum(axis=0)
     arrival = np.cumsum(moved, axis=0)
     arrival[1:] += np.cumsum(tables["forward"], axis=0)[:-1]
     load = np.bincount(route.ravel(), weights=work.ravel(), minlength=problem.num_devices)
@@ -184,13 +192,14 @@ def build(
     memory: Sequence[float] | None = None,
     forward_only: bool = False,
     switch: Transition | None = None,
+    chains: Chains = (),
 ) -> Schedule:
     """Schedule one iteration and write its instruction lists.
 
     Args:
         tokens: tokens of each micro-batch.
         world_size: number of devices; ``instructions`` has a list for each, idle ones included.
-        table, turn, memory, forward_only: as for :func:`simulate`.
+        table, turn, memory, forward_only, chains: as for :func:`simulate`.
         switch: the change to the next iteration's plan; ``None`` keeps the plan.
 
     Raises ``ValueError`` (or its kind ``PlanError``) when plan, model, costs and world size do
@@ -198,7 +207,14 @@ def build(
     """
     plan.check(layers.num_units, world_size)
     placement = simulate(
-        plan, costs, rule, table=table, turn=turn, memory=memory, forward_only=forward_only
+        plan,
+        costs,
+        rule,
+        table=table,
+        turn=turn,
+        memory=memory,
+        forward_only=forward_only,
+        chains=chains,
     )
     return finish(placement, layers, tokens, world_size=world_size, name=rule.name, switch=switch)
 
@@ -218,21 +234,33 @@ def finish(
 
 
 def _problem(
-    plan: Plan, costs: OpCosts, rule: Policy, table: Route | None, forward_only: bool
+    plan: Plan,
+    costs: OpCosts,
+    rule: Policy,
+    table: Route | None,
+    forward_only: bool,
+    chains: Chains,
 ) -> Problem:
+    found = tuple(tuple(chain) for chain in chains)
     if table is None:
-        table = route(plan, costs)
+        check_chains(found, costs.num_micro_batches)
+        table = route(plan, costs, found)
     else:
         check_route(plan, table, costs.num_micro_batches)
-    return Problem(plan, costs, table, rule.split and not forward_only, forward_only)
+        check_chains(found, costs.num_micro_batches, table)
+    return Problem(plan, costs, table, rule.split and not forward_only, forward_only, found)
 
 
-def _turn(turn: Sequence[int] | None, costs: OpCosts) -> Sequence[int]:
-    batches = range(costs.num_micro_batches)
+def _turn(turn: Sequence[int] | None, problem: Problem) -> Sequence[int]:
+    batches = range(problem.costs.num_micro_batches)
     if turn is None:
-        return batches
+        return by_number(len(batches), problem.chains)
     if sorted(turn) != list(batches):
         raise ValueError(f"the order of entry must name micro-batches 0 to {batches[-1]} once each")
+    place = {m: i for i, m in enumerate(turn)}
+    for chain in problem.chains:
+        if any(place[b] <= place[a] for a, b in pairwise(chain)):
+            raise ValueError(f"the order of entry must keep the order of the chain {chain}")
     return turn
 
 
@@ -250,7 +278,9 @@ def _simulate(
         limits = Limits(limits.in_flight, tuple(memory))
     else:
         memory = None
-    orders = None if problem.forward_only else rule.order(problem, turn)
+    # The textbooks have no chains.
+    textbook = not problem.forward_only and not problem.chains
+    orders = rule.order(problem, turn) if textbook else None
     if orders is not None:
         try:
             placement = replay(problem, orders)
@@ -270,7 +300,7 @@ def _candidates(problem: Problem, tries: int) -> Iterator[tuple[Policy, str, tup
     """
     pipeline = max(1, round(len(problem.plan.devices) / max(problem.plan.degrees)))
     given = tuple(range(problem.costs.num_micro_batches))
-    found = [(ZB, name, turn) for name, turn in turns(problem.costs, pipeline)]
+    found = [(ZB, name, turn) for name, turn in turns(problem.costs, pipeline, problem.chains)]
     for rule, fits in ((ZB_V, is_v(problem.plan)), (ZB_H1, is_even_straight(problem.plan))):
         if fits:
             found.insert(min(4, len(found)), (rule, "given", given))

@@ -1,14 +1,8 @@
-"""Operations placed on devices in time: what the simulator produces.
-
-Inside the simulator an operation is one integer, ``(kind * stages + stage) * micro_batches +
-micro_batch``, which keeps a pass over thousands of operations in the milliseconds.
-"""
+"""Operations placed on devices in time: what the simulator produces."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import IntEnum
 from functools import cached_property
 
 import numpy as np
@@ -16,15 +10,8 @@ from numpy.typing import NDArray
 
 from megatron_flex.planner.plan import Plan
 from megatron_flex.schedule.costs import OpCosts
+from megatron_flex.schedule.operations import Floats, Integers, Operations, OpKind, operations
 from megatron_flex.schedule.routing import Route
-
-
-class OpKind(IntEnum):
-    """What an operation computes. ``BACKWARD`` is the input half where the backward is split."""
-
-    FORWARD = 0
-    BACKWARD = 1
-    WEIGHT = 2
 
 
 @dataclass(frozen=True)
@@ -34,6 +21,7 @@ class Problem:
     Attributes:
         split: backward in two operations (input and weight half) instead of one.
         forward_only: no backward at all (evaluation).
+        chains: micro-batches that hold the slices of one sample, in order.
     """
 
     plan: Plan
@@ -41,6 +29,7 @@ class Problem:
     route: Route
     split: bool = False
     forward_only: bool = False
+    chains: tuple[tuple[int, ...], ...] = ()
 
     @property
     def num_devices(self) -> int:
@@ -60,16 +49,16 @@ class Problem:
         return np.array(self.route, dtype=np.int64)
 
     @cached_property
-    def durations(self) -> NDArray[np.float64]:
-        """Seconds of every operation, by its code."""
-        tables = self.costs.arrays
-        forward, first, second = (
-            tables[name] for name in ("forward", "backward_input", "backward_weight")
+    def operations(self) -> Operations:
+        """What there is to place."""
+        return operations(
+            self.costs,
+            self.route_array,
+            self.num_devices,
+            split=self.split,
+            forward_only=self.forward_only,
+            chains=self.chains,
         )
-        if self.forward_only:
-            return forward.ravel()
-        parts = [forward, first, second] if self.split else [forward, first + second]
-        return np.concatenate([part.ravel() for part in parts])
 
     @cached_property
     def tolerance(self) -> float:
@@ -77,11 +66,11 @@ class Problem:
 
         So that rounding does not decide which of two ready operations a device takes.
         """
-        return 1e-9 * float(self.durations.mean())
+        return 1e-9 * float(self.operations.seconds.mean())
 
     def decode(self, code: int) -> tuple[OpKind, int, int]:
         """Kind, stage and micro-batch of an operation code."""
-        rest, micro_batch = divmod(code, self.costs.num_micro_batches)
+        rest, micro_batch = divmod(int(code), self.costs.num_micro_batches)
         kind, stage = divmod(rest, self.costs.num_stages)
         return OpKind(kind), stage, micro_batch
 
@@ -91,7 +80,7 @@ class Problem:
         return (kind * costs.num_stages + stage) * costs.num_micro_batches + micro_batch
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Placement:
     """Every operation with its device, order and time.
 
@@ -103,20 +92,36 @@ class Placement:
         sequence: position of each operation in one order over all devices, in which every
             operation comes after all that it needs and starts do not go back in time.
         makespan: finish of the last operation, seconds.
-        peak: most bytes of activations that each device holds at one time.
+        peak: most bytes of activations that each device holds at one time; of a chain all that it
+            is admitted with.
     """
 
     problem: Problem
-    order: tuple[tuple[int, ...], ...]
-    start: tuple[float, ...]
-    finish: tuple[float, ...]
-    sequence: tuple[int, ...]
+    order: tuple[Integers, ...]
+    start: Floats
+    finish: Floats
+    sequence: Integers
     makespan: float
     peak: tuple[float, ...]
 
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Placement):
+            return NotImplemented
+        return (
+            self.problem == other.problem
+            and self.peak == other.peak
+            and all(map(np.array_equal, self.order, other.order))
+            and np.array_equal(self.start, other.start)
+            and np.array_equal(self.finish, other.finish)
+            and np.array_equal(self.sequence, other.sequence)
+        )
+
+    __hash__ = None  # type: ignore[assignment]
+
     def busy(self, device: int) -> float:
         """Seconds that a device computes."""
-        return sum(self.finish[c] - self.start[c] for c in self.order[device])
+        own = self.order[device]
+        return float((self.finish[own] - self.start[own]).sum())
 
     def bubble(self, device: int) -> float:
         """Fraction of the makespan that a device waits, 0 to 1."""
@@ -129,9 +134,8 @@ class Placement:
         return sum(map(self.bubble, devices)) / len(devices)
 
 
-def positions(sequence: Sequence[int]) -> tuple[int, ...]:
+def positions(sequence: Integers) -> Integers:
     """The position of each operation code in a sequence of all codes."""
-    found = [0] * len(sequence)
-    for position, code in enumerate(sequence):
-        found[code] = position
-    return tuple(found)
+    found = np.empty_like(sequence)
+    found[sequence] = np.arange(len(sequence))
+    return found

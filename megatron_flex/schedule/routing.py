@@ -34,10 +34,11 @@ def partition(work: Sequence[float], parts: int) -> tuple[int, ...]:
     return tuple(part)
 
 
-def route(plan: Plan, costs: OpCosts) -> Route:
+def route(plan: Plan, costs: OpCosts, chains: Sequence[Sequence[int]] = ()) -> Route:
     """``route[stage][micro_batch]`` is the device that runs it; deterministic.
 
-    Each micro-batch goes to one replica of every stage, balanced by forward plus backward time.
+    Each micro-batch goes to one replica of every stage, balanced by forward plus backward time; all
+    of a chain go to the same.
     Raises ``ValueError`` when the costs are for another number of stages.
     """
     if costs.num_stages != len(plan.stages):
@@ -48,13 +49,18 @@ def route(plan: Plan, costs: OpCosts) -> Route:
     for stage in range(costs.num_stages):
         for micro_batch, work in enumerate(costs.stage_work(stage)):
             total[micro_batch] += work
+    for chain in chains:
+        total[chain[0]] = sum(total[m] for m in chain)
+    leads = {m: chain[0] for chain in chains for m in chain}
+    alone = [m for m in range(len(total)) if leads.get(m, m) == m]
     partitions: dict[int, tuple[int, ...]] = {}
     slots: dict[int, dict[int, int]] = {}  # degree -> device -> part of the partition
     table = []
     for stage_ in plan.stages:
         degree = len(stage_.group)
         if degree not in partitions:
-            partitions[degree] = partition(total, degree)
+            parts = dict(zip(alone, partition([total[m] for m in alone], degree), strict=True))
+            partitions[degree] = tuple(parts[leads.get(m, m)] for m in range(len(total)))
         known = slots.setdefault(degree, {})
         seats = _seats(stage_.group, known)
         known.update({device: seat for seat, device in enumerate(seats)})

@@ -50,6 +50,7 @@ def dumps(program: Program) -> str:
         lines.append(f"next {program.next_plan}")
     if program.held is not None:
         lines.append(f"held {program.held}")
+    lines.extend(f"chain {' '.join(map(str, chain))}" for chain in program.chains)
     if program.elements:
         lines.append(f"elements {' '.join(map(str, program.elements))}")
     for device, instructions in enumerate(program.instructions):
@@ -69,6 +70,7 @@ def loads(text: str) -> Program:
     tokens: tuple[int, ...] = ()
     elements: tuple[int, ...] = ()
     route: list[tuple[int, ...]] = []
+    chains: list[tuple[int, ...]] = []
     lists: list[list[Instruction]] = []
     for number, line in enumerate(lines[1:], 2):
         word, _, rest = line.strip().partition(" ")
@@ -83,6 +85,8 @@ def loads(text: str) -> Program:
                 tokens = tuple(map(int, rest.split()))
             elif word == "elements":
                 elements = tuple(map(int, rest.split()))
+            elif word == "chain":
+                chains.append(tuple(map(int, rest.split())))
             elif word == "route":
                 route.append(tuple(map(int, rest.split())))
             elif word == "device":
@@ -98,7 +102,9 @@ def loads(text: str) -> Program:
     if plan is None:
         raise ValueError("the program has no line 'plan ...'")
     instructions = tuple(map(tuple, lists))
-    return Program(plan, tokens, tuple(route), instructions, next_plan, held, elements)
+    return Program(
+        plan, tokens, tuple(route), instructions, next_plan, held, elements, tuple(chains)
+    )
 
 
 def save(program: Program, path: str | Path) -> None:

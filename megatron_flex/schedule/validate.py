@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any, NoReturn
 
 from megatron_flex.model.layers import LayerList
@@ -42,6 +43,7 @@ from megatron_flex.schedule.instructions import (
     Transfer,
     UpdateOrSkip,
 )
+from megatron_flex.schedule.operations import check_chains
 from megatron_flex.schedule.routing import check_route
 from megatron_flex.schedule.shards import cuts
 from megatron_flex.schedule.slabs import slab_stages
@@ -75,6 +77,7 @@ def validate(program: Program, layers: LayerList, *, forward_only: bool = False)
     try:
         program.plan.check(layers.num_units, len(program.instructions))
         check_route(program.plan, program.route, len(program.tokens))
+        check_chains(program.chains, len(program.tokens), program.route)
         if program.next_plan is not None:
             program.next_plan.check(layers.num_units, len(program.instructions))
             cuts(program.held or program.plan, program.next_plan, layers, program.elements)
@@ -96,6 +99,9 @@ class _Replay:
         self.switch = SwitchReplay(program, layers, self.stop)
         self.holders = self.switch.members
         self.state = bytearray(self.S * self.M)
+        # Of each slice of a longer sample: the slice before it, and the one after it.
+        self.before = {b: a for chain in program.chains for a, b in pairwise(chain)}
+        self.after = {a: b for b, a in self.before.items()}
         # Inputs at hand: the previous stage's output, the next stage's gradient.
         self.activation = bytearray(self.S * self.M)
         self.gradient = bytearray(self.S * self.M)
@@ -188,6 +194,10 @@ class _Replay:
         if op.stage and not self.activation[index]:
             self.fail(f"the output of stage {op.stage - 1} for micro-batch {op.micro_batch} is not"
                       f" on device {self.device} yet")  # fmt: skip
+        before = self.before.get(op.micro_batch)
+        if before is not None and self.state[op.stage * self.M + before] == NOTHING:
+            self.fail(f"micro-batch {op.micro_batch} needs the keys and values of {before}, the"
+                      " slice before it, which has not been forwarded")  # fmt: skip
         self.state[index] = FORWARDED
         if op.stage + 1 < self.S and self.route[op.stage + 1][op.micro_batch] == self.device:
             self.activation[index + self.M] = 1
@@ -205,6 +215,12 @@ class _Replay:
         if op.stage + 1 < self.S and not self.gradient[index]:
             self.fail(f"the gradient from stage {op.stage + 1} for micro-batch {op.micro_batch} is"
                       f" not on device {self.device} yet")  # fmt: skip
+        after = self.after.get(op.micro_batch)
+        if after is not None and self.state[op.stage * self.M + after] < HALF:
+            self.fail(
+                f"the gradient of keys and values of micro-batch {op.micro_batch} is not"
+                f" whole: the backward of {after}, the slice after it, is not done"
+            )
         if type(op) is Backward:
             self.state[index] = DONE
             self.weights_left[self.device][op.stage] -= 1

@@ -12,12 +12,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from megatron_flex.schedule.placement import OpKind, Problem
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_flex.schedule.operations import OpKind
+from megatron_flex.schedule.placement import Problem
 
 #: Order in which a device looks at its queues: pairs of kind and stage, most urgent first.
 Ranking = tuple[tuple[OpKind, int], ...]
 #: A given order of operation codes for each device, instead of a rule.
-Orders = tuple[tuple[int, ...], ...]
+Orders = Sequence[Sequence[int] | NDArray[np.int64]]
 
 
 @dataclass(frozen=True)

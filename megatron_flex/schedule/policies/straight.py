@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from megatron_flex.planner.plan import Plan
-from megatron_flex.schedule.placement import OpKind, Problem
+from megatron_flex.schedule.operations import OpKind
+from megatron_flex.schedule.placement import Problem
 from megatron_flex.schedule.policies.policy import Orders
 
 

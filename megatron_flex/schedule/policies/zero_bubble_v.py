@@ -13,7 +13,8 @@ from itertools import islice
 from operator import length_hint
 
 from megatron_flex.planner.plan import Plan
-from megatron_flex.schedule.placement import OpKind, Problem
+from megatron_flex.schedule.operations import OpKind
+from megatron_flex.schedule.placement import Problem
 from megatron_flex.schedule.policies.policy import Orders, Policy, backward_first
 from megatron_flex.schedule.policies.zero_bubble import one_pipeline
 

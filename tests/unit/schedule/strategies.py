@@ -27,6 +27,7 @@ class Case:
     policy: str
     turn: tuple[int, ...]
     memory: tuple[float, ...] | None
+    chains: tuple[tuple[int, ...], ...] = ()
 
     def build(self, forward_only: bool = False) -> Schedule:
         return build(
@@ -39,6 +40,7 @@ class Case:
             turn=self.turn,
             memory=self.memory,
             forward_only=forward_only,
+            chains=self.chains,
         )
 
 
@@ -84,6 +86,7 @@ def random_costs(rng: random.Random, stages: int, batches: int, slabs: int) -> O
         table(stages, 1.0),
         tuple(rng.random() for _ in range(slabs)),
         tuple(rng.random() for _ in range(slabs)),
+        table(stages, 0.3),
     )
 
 
@@ -95,6 +98,11 @@ def random_case(seed: int, devices: int = 16, batches: int = 64, policy: str | N
     layers = LayerList(rng.randint(max(1, world // 2), 2 * world + 2), rng.random() < 0.5)
     plan = random_plan(rng, layers.num_units, world)
     costs = random_costs(rng, len(plan.stages), count, layers.num_slabs)
+    chains = random_chains(rng, count) if rng.random() < 0.4 else ()
+    turn = rng.sample(range(count), count)
+    for chain in chains:
+        for place, m in zip(sorted(map(turn.index, chain)), chain, strict=True):
+            turn[place] = m
     memory = None
     if rng.random() < 0.3:
         memory = tuple(rng.uniform(0.0, 2.0 * len(plan.stages)) for _ in range(world))
@@ -105,9 +113,21 @@ def random_case(seed: int, devices: int = 16, batches: int = 64, policy: str | N
         tuple(rng.randint(1, 4000) for _ in range(count)),
         world,
         policy or rng.choice(sorted(POLICIES)),
-        tuple(rng.sample(range(count), count)),
+        tuple(turn),
         memory,
+        chains,
     )
+
+
+def random_chains(rng: random.Random, batches: int) -> tuple[tuple[int, ...], ...]:
+    """Some of the micro-batches as slices of longer samples."""
+    names = rng.sample(range(batches), batches)
+    found = []
+    while len(names) > 1 and rng.random() < 0.7:
+        size = rng.randint(2, min(len(names), rng.choice([3, 16])))
+        found.append(tuple(names[:size]))
+        names = names[size:]
+    return tuple(found)
 
 
 def cases(

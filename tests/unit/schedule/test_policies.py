@@ -10,7 +10,8 @@ import pytest
 from megatron_flex.planner.plan import Plan, Stage
 from megatron_flex.schedule.costs import OpCosts
 from megatron_flex.schedule.list_scheduler import policy, simulate
-from megatron_flex.schedule.placement import OpKind, Placement
+from megatron_flex.schedule.operations import OpKind
+from megatron_flex.schedule.placement import Placement
 from megatron_flex.schedule.policies.policy import in_flight_cap, out_of_step
 
 SIZES = [(4, 8), (8, 16), (8, 32)]

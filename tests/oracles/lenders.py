@@ -1,24 +1,25 @@
 """When a device with a memory budget may start a forward without stopping the pipeline later.
 
-A device that holds several stages (a V) needs memory for a micro-batch more than once. If
-forwards of the first stage took all of it, none could go on to the later stage, and nothing would
-ever be freed. Both classes here lend memory so that this does not happen.
+The rules of ``kernels/src/schedule.cpp`` in Python. A device that holds several stages (a V) needs
+memory for a micro-batch more than once. If forwards of the first stage took all of it, none could
+go on to the later stage, and nothing would ever be freed. Both classes lend memory so that this
+does not happen. A chain counts as one: its first slice takes what all of it will need.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megatron_flex.planner.plan import Plan
 from megatron_flex.schedule.placement import Problem
 
 
-def in_one_direction(plan: Plan) -> bool:
-    """Whether the plan is straight or a V: no two micro-batches meet two devices in turn."""
-    groups = [s.group for s in plan.stages]
-    half = groups[: len(groups) // 2]
-    straight = len(plan.devices) == sum(plan.degrees)
-    return straight or (groups == half + half[::-1] and len(plan.devices) == sum(map(len, half)))
+def taken(problem: Problem) -> list[list[float]]:
+    """Bytes that each forward takes, ``[stage][micro_batch]``."""
+    shape = len(problem.route), problem.costs.num_micro_batches
+    found: list[list[float]] = (
+        problem.operations.takes[: shape[0] * shape[1]].reshape(shape).tolist()
+    )
+    return found
 
 
 class Banker:
@@ -31,7 +32,7 @@ class Banker:
     """
 
     def __init__(self, problem: Problem, memory: Sequence[float]) -> None:
-        self.activation = problem.costs.activation
+        self.takes = taken(problem)
         self.memory = [m * (1 + 1e-12) for m in memory]
         devices = problem.num_devices
         #: Bytes that are not held by micro-batches with forwards still to come on the device.
@@ -45,13 +46,13 @@ class Banker:
             after: list[dict[int, float]] = [{} for _ in range(batches)]
             for stage in reversed(range(stages)):
                 row, later = problem.route[stage], self.later[stage]
-                for m, size in enumerate(self.activation[stage]):
+                for m, size in enumerate(self.takes[stage]):
                     later[m] = after[m].get(row[m], 0.0)
                     after[m][row[m]] = later[m] + size
 
     def admits(self, device: int, stage: int, micro_batch: int, used: float) -> bool:
         """Whether the forward may start, with ``used`` bytes held on the device now."""
-        size = self.activation[stage][micro_batch]
+        size = self.takes[stage][micro_batch]
         if used + size > self.memory[device]:
             return False
         later = self.later[stage][micro_batch]
@@ -65,7 +66,7 @@ class Banker:
         later = self.later[stage][micro_batch]
         held = self.held[device]
         if later:
-            size = self.activation[stage][micro_batch]
+            size = self.takes[stage][micro_batch]
             held[micro_batch] = held.get(micro_batch, 0.0) + size
             self.need[device][micro_batch] = later
             self.spare[device] -= size
@@ -83,9 +84,10 @@ class Ticket:
     """
 
     def __init__(self, problem: Problem, memory: Sequence[float], turn: Sequence[int]) -> None:
-        self.activation = problem.costs.activation
+        self.takes = taken(problem)
         self.memory = [m * (1 + 1e-12) for m in memory]
-        self.turn = turn
+        lead = problem.operations.lead
+        self.turn = [m for m in turn if lead[m] == m]
         self.first = 0
         self.last_stage = len(problem.route) - 1
         self.complete = [False] * len(turn)
@@ -93,9 +95,9 @@ class Ticket:
         self.under_way = [0.0] * problem.num_devices
         self.held: list[dict[int, float]] = [{} for _ in turn]
         self.room = [0.0] * problem.num_devices
-        for micro_batch in turn:
+        for micro_batch in self.turn:
             whole: dict[int, float] = {}
-            for row, sizes in zip(problem.route, self.activation, strict=True):
+            for row, sizes in zip(problem.route, self.takes, strict=True):
                 device = row[micro_batch]
                 whole[device] = whole.get(device, 0.0) + sizes[micro_batch]
             for device, size in whole.items():
@@ -103,7 +105,7 @@ class Ticket:
 
     def admits(self, device: int, stage: int, micro_batch: int, used: float) -> bool:
         """Whether the forward may start, with ``used`` bytes held on the device now."""
-        size = self.activation[stage][micro_batch]
+        size = self.takes[stage][micro_batch]
         if used + size > self.memory[device]:
             return False
         holder = self.turn[self.first]
@@ -116,7 +118,7 @@ class Ticket:
         """Account for a forward that starts."""
         held = self.held[micro_batch]
         if stage < self.last_stage:
-            size = self.activation[stage][micro_batch]
+            size = self.takes[stage][micro_batch]
             held[device] = held.get(device, 0.0) + size
             self.under_way[device] += size
             return
