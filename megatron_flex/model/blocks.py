@@ -10,7 +10,6 @@ from typing import cast
 
 import torch
 from torch import Tensor
-from torch.nn.functional import embedding
 
 from megatron_flex.data.packed import PackedBatch
 from megatron_flex.model.attention import VarlenAttention
@@ -33,6 +32,7 @@ from megatron_flex.model.megatron import (
     transformer_config,
     transformer_engine_modules,
 )
+from megatron_flex.model.tape import lookup
 
 __all__ = [
     "Block",
@@ -64,13 +64,13 @@ class EmbeddingBlock(Block):
         if batch.tokens is None:
             raise ValueError("the embedding needs the tokens of the micro-batch")
         context = self.context(batch, batch.tokens.device)
-        x = embedding(batch.tokens, self.embedding.word_embeddings.weight)
+        x = lookup(batch.tokens, self.embedding.word_embeddings.weight)
         if self.embedding.add_position_embedding:
-            x = x + embedding(context.positions, self.embedding.position_embeddings.weight)
+            x = x + lookup(context.positions, self.embedding.position_embeddings.weight)
         if self.embedding.tokentype_embeddings is not None:
             if batch.token_types is None:
                 raise ValueError("this model has token types, the micro-batch has none")
-            x = x + embedding(batch.token_types, self.embedding.tokentype_embeddings.weight)
+            x = x + lookup(batch.token_types, self.embedding.tokentype_embeddings.weight)
         x = x.unsqueeze(1)
         if self.training and self.config.hidden_dropout > 0.0:
             x = keyed_dropout(x, context, EMBEDDING_SITE, self.config.hidden_dropout)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor, nn
-from torch.nn.functional import cross_entropy, linear
+from torch import Tensor
+from torch.nn.functional import cross_entropy
 
 from megatron_flex.data.packed import PackedBatch
 from megatron_flex.model.block import WORD_EMBEDDING, Block
@@ -19,6 +19,7 @@ from megatron_flex.model.megatron import (
     WrappedTorchNorm,
     transformer_config,
 )
+from megatron_flex.model.tape import Linear, linear
 
 
 class HeadBlock(Block):
@@ -34,6 +35,8 @@ class HeadBlock(Block):
         bert = config.architecture == "bert"
         self.final_layernorm = WrappedTorchNorm(mcore, config.hidden_size, eps=config.norm_epsilon)
         self.lm_head = BertLMHead(config.hidden_size, mcore) if bert else None
+        if self.lm_head is not None:
+            self.lm_head.dense = Linear(config.hidden_size, config.hidden_size)
         self.output_layer = ColumnLinear(
             config.hidden_size,
             config.padded_vocab_size,
@@ -45,7 +48,8 @@ class HeadBlock(Block):
         self.pooler = self.binary_head = None
         if config.binary_head:
             self.pooler = Pooler(config.hidden_size, mcore.init_method, mcore)
-            self.binary_head = nn.Linear(config.hidden_size, 2)
+            self.pooler.dense = Linear(config.hidden_size, config.hidden_size)
+            self.binary_head = Linear(config.hidden_size, 2)
 
     def full_names(self) -> dict[str, str]:
         """Megatron's names; the final norm belongs to the stack of layers."""
@@ -62,9 +66,8 @@ class HeadBlock(Block):
     def _logits(self, normed: Tensor) -> Tensor:
         """``[T, H] -> [T, vocabulary]``. The weight is cut, not the logits: no second buffer."""
         x = normed if self.lm_head is None else self.lm_head(normed)
-        size = self.config.vocab_size
-        bias = self.output_layer.bias
-        return linear(x, self.output_layer.weight[:size], None if bias is None else bias[:size])
+        layer = self.output_layer
+        return linear(x, layer.weight, layer.bias, rows=self.config.vocab_size)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """``[T, 1, H] -> [T, vocabulary]``, without the padded rows of the vocabulary."""

@@ -13,11 +13,12 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch.nn.functional import gelu, linear, silu
+from torch.nn.functional import gelu, silu
 
 from megatron_flex.model.config import ModelConfig
 from megatron_flex.model.layers import Kind
 from megatron_flex.model.swiglu import SwiGLU
+from megatron_flex.model.tape import linear
 
 
 @contextlib.contextmanager

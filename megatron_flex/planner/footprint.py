@@ -20,11 +20,12 @@ from megatron_flex.planner.memory import (
     boundary_bytes,
     slab_elements,
     state_bytes,
-    word_embedding_count,
 )
 from megatron_flex.planner.passes import Level, Passes, passes
 from megatron_flex.planner.plan import OPlan, Plan, Stage
 from megatron_flex.schedule.instructions import (
+    BackwardInput,
+    BackwardWeight,
     Compute,
     Drop,
     Forward,
@@ -41,7 +42,7 @@ from megatron_flex.schedule.instructions import (
     Transfer,
     UpdateOrSkip,
 )
-from megatron_flex.schedule.residency import POSTED, WINDOW, travels
+from megatron_flex.schedule.residency import POSTED, WINDOW, at_once, travels
 from megatron_flex.schedule.shards import Range, cuts, sharded_slabs, share
 from megatron_flex.schedule.slabs import slab_holders
 
@@ -78,15 +79,19 @@ class _StagePasses:
     """Bytes of the passes of one stage.
 
     A token: ``left`` from a forward to its backward, ``travels`` of it to the host if there is time
-    between them, ``output`` that the forward gives, ``context`` that belongs to the micro-batch.
+    between them, ``output`` that the forward gives, ``context`` that belongs to the micro-batch,
+    ``owed`` between the halves of a split backward.
     """
 
     left: float
     travels: float
     output: float
     context: float
+    owed: float
     forward: Lines
     backward: Lines
+    backward_input: Lines
+    backward_weight: Lines
 
 
 class Footprint:
@@ -236,10 +241,7 @@ class Footprint:
         forward: list[Level] = []
         backward: list[Level] = []
         left = away = 0.0  # bytes a token that the units so far keep, inputs included
-        tied = 0.0  # the head's gradient of a tied embedding waits for the embedding's
-        ends = units[0].kind is Kind.EMBEDDING and last and len(units) > 1
-        if ends and self._layers.tied and not self._exact:
-            tied = float(state_bytes(self._config, word_embedding_count(self._config)).parameters)
+        begun: list[tuple[Unit, Passes, float, Sequence[Level]]] = []
         for number, unit in enumerate(units):
             p = self._passes[unit.kind]
             again = unit.index in o.recompute and unit.kind is not Kind.EMBEDDING
@@ -256,14 +258,44 @@ class Footprint:
             levels = list(p.backward)
             if again:
                 levels = [*p.forward, *(_above(x, p.kept) for x in p.backward)]
-            extra = 0.0 if last and final else tied
-            backward += [_above(x, left + kept + grads, extra) for x in levels]
+            backward += [_above(x, left + kept + grads) for x in levels]
+            begun.append((unit, p, left + kept + grads, levels))
             left += kept
             away += kept if unit.index in o.activations else 0.0
         output = 0.0 if last else hidden
         attends = any(unit.kind is Kind.ATTENTION for unit in units)
         context = self._context if attends else 0.0
-        return _StagePasses(left, away, output, context, _envelope(forward), _envelope(backward))
+        owed, first, second = self._halves(begun, at_once(o))
+        lines = map(_envelope, (forward, backward, first, second))
+        return _StagePasses(left, away, output, context, owed, *lines)
+
+    def _halves(
+        self, begun: Sequence[tuple[Unit, Passes, float, Sequence[Level]]], whole: Set[int]
+    ) -> tuple[float, list[Level], list[Level]]:
+        """A split backward: bytes a token owed between the halves, and the levels of both.
+
+        Args:
+            begun: for each unit of the stage, bytes a token in use when its backward begins, and
+                the levels of a fused backward.
+            whole: units that owe nothing.
+        """
+        owed = 0.0
+        first: list[Level] = []
+        second: list[Level] = []
+        final = begun[-1][0]
+        # Without dropout the last unit owes the very gradient that the backward began with.
+        apart = self._config.hidden_dropout > 0.0 or final.kind is Kind.HEAD or final.index in whole
+        shared = 0.0 if apart else self._hidden
+        for unit, p, above, fused in reversed(begun):
+            above += owed - (0.0 if unit is final else shared)
+            if unit.index in whole:
+                first += [_above(x, above) for x in fused]
+                continue
+            first += [_above(x, above) for x in p.backward_input]
+            second += [_above(x, -owed) for x in p.backward_weight]
+            owed += p.owed
+        # Weight halves free in the same order.
+        return owed, first, [_above(x, owed) for x in second]
 
     @cached_property
     def _context(self) -> float:
@@ -323,6 +355,8 @@ class _Replay:
                     self._travel(op)
                 if isinstance(op, Forward):
                     self._forward(op)
+                elif isinstance(op, BackwardWeight):
+                    self._backward_weight(op)
                 else:
                     self._backward(op)
             elif isinstance(op, Transfer):
@@ -383,8 +417,18 @@ class _Replay:
         tokens, p = self.tokens[op.micro_batch], self.passes[op.stage]
         # What the forward left, and the gradient of its output, are in use already.
         base = self.used - (p.left + p.output) * tokens
-        self.peak = max(self.peak, base + _highest(p.backward, tokens))
+        split = isinstance(op, BackwardInput)
+        lines = p.backward_input if split else p.backward
+        self.peak = max(self.peak, base + _highest(lines, tokens))
         self.used = base + (self.f.boundary * tokens if op.stage else 0.0)
+        self.used += p.owed * tokens if split else 0.0
+        self._done(op)
+
+    def _backward_weight(self, op: Compute) -> None:
+        tokens, p = self.tokens[op.micro_batch], self.passes[op.stage]
+        self.used -= p.owed * tokens
+        if p.backward_weight:
+            self.peak = max(self.peak, self.used + _highest(p.backward_weight, tokens))
         self._done(op)
 
     def _done(self, op: Compute) -> None:
@@ -439,5 +483,5 @@ class _Replay:
         return max(peak, used + sum(window))
 
 
-def _above(level: Level, token: float, fixed: float = 0.0) -> Level:
-    return Level(level.fixed + fixed, level.token + token)
+def _above(level: Level, token: float) -> Level:
+    return Level(level.fixed, level.token + token)

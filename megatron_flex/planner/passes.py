@@ -1,12 +1,14 @@
 """Bytes that one pass of a unit takes while it runs, moment by moment.
 
 What the modules of ``megatron_flex/model`` allocate and free on the CPU, in the order of autograd:
-a node frees what it saved when it has run, and the gradient of a weight is a buffer of its own
-until it is added. A test compares every figure with the allocator's. On CUDA kernels differ a
-little; there the ratio of measured to predicted peaks corrects the planner.
+a node frees what it saved when it has run. The product that is a weight's gradient is added where
+the sum is; in bfloat16 it is a buffer of its own first, and then one of float32. A test compares
+every figure with the allocator's. On CUDA kernels differ a little; there the ratio of measured to
+predicted peaks corrects the planner.
 
 A *level* is a number of bytes above those in use when the pass of the unit began: for a forward
-without its input, for a backward with all that was kept and the gradient of the output in use.
+without its input, for a backward with all that was kept and the gradient of the output in use, for
+a weight half with what the input half left.
 """
 
 from __future__ import annotations
@@ -42,12 +44,20 @@ class Passes:
         forward: levels of the forward, its output included.
         unkept: levels of a forward that keeps nothing (the first one of a recomputed unit).
         backward: levels of the backward.
+        owed: bytes a token that the input half of a split backward leaves for the weight half:
+            inputs of linear layers and gradients of their outputs. That of the unit's own output
+            is among them; with dropout it is a tensor apart.
+        backward_input: levels of the input half.
+        backward_weight: levels of the weight half, in its order.
     """
 
     kept: float
     forward: tuple[Level, ...]
     unkept: tuple[Level, ...]
     backward: tuple[Level, ...]
+    owed: float
+    backward_input: tuple[Level, ...]
+    backward_weight: tuple[Level, ...]
 
 
 def highest(levels: tuple[Level, ...], tokens: float) -> float:
@@ -81,6 +91,9 @@ class _Sizes:
         drops = config.hidden_dropout > 0.0
         #: Gradient of what dropout was applied to; without dropout it is that of the output.
         self.dropped = self.hidden if drops else 0.0
+        #: Gradients in the backward of a norm; RMSNorm's is a few operations in float32.
+        layer_norm = config.normalization == "LayerNorm"
+        self.norm_gradients = 2 * self.hidden if layer_norm else 16.0 * config.hidden_size
         #: A bias is added in a tensor of its own where no dropout kernel adds it.
         biased = config.add_bias_linear and not drops
         self.bias_dropout_add = self.hidden * (3 if biased else 2)
@@ -94,18 +107,14 @@ class _Sizes:
         before = 4 * width * (1 if self.element == 4 else 2)
         return float(output + (before + 4) * rows)
 
-    def gradient(self, elements: int, token: float, freed: float = 0.0) -> tuple[Level, ...]:
-        """Levels while a weight's gradient is made and added to the float32 sum.
+    def gradient(self, elements: int, token: float = 0.0) -> Level:
+        """The level while a weight's gradient is added to the float32 sum.
 
         Args:
             elements: of the weight.
-            token: bytes a token in use besides, while it is made.
-            freed: bytes a token that have gone when it is cast to float32, if it has to be.
+            token: bytes a token in use besides.
         """
-        made = Level(float(elements * self.element), token)
-        if self.element == 4:
-            return (made,)
-        return made, Level(float(elements * (self.element + 4)), token - freed)
+        return Level(0.0 if self.element == 4 else float(elements * (self.element + 4)), token)
 
 
 def _attention(s: _Sizes) -> Passes:
@@ -123,16 +132,23 @@ def _attention(s: _Sizes) -> Passes:
     )  # fmt: skip
     projection = c.hidden_size * (heads + 2 * groups) * width
     gone = s.query + copied + head_norms
+    output = c.hidden_size * heads * width
     backward = (
-        *s.gradient(c.hidden_size * heads * width, s.dropped + s.query, s.dropped),  # output
+        s.gradient(output, s.dropped + s.query),
         Level(0.0, s.query + qkv),  # attention
-        *s.gradient(projection, s.hidden - gone, qkv + s.hidden),  # queries, keys, values
+        s.gradient(projection, s.hidden - gone),
     )
     return Passes(
         kept,
         (Level(0.0, kept + s.bias_dropout_add),),
         (Level(0.0, unkept + s.hidden),),
         backward,
+        2 * s.hidden + qkv + s.query,
+        (
+            Level(0.0, s.dropped + s.query + qkv),
+            Level(0.0, s.dropped + s.norm_gradients - copied - head_norms),
+        ),
+        (s.gradient(output), s.gradient(projection, -s.query - s.hidden)),
     )
 
 
@@ -142,15 +158,18 @@ def _mlp(s: _Sizes) -> Passes:
     elements = c.hidden_size * c.ffn_hidden_size
     first = elements * (2 if c.swiglu else 1)
     backward = (
-        *s.gradient(elements, s.dropped + s.ffn, s.dropped + s.ffn),  # second product
+        s.gradient(elements, s.dropped + s.ffn),  # second product
         Level(0.0, s.wide),  # activation function
-        *s.gradient(first, s.hidden - s.ffn, s.wide + s.hidden),  # first product
+        s.gradient(first, s.hidden - s.ffn),  # first product
     )
     return Passes(
         kept,
         (Level(0.0, kept + s.bias_dropout_add),),
         (Level(0.0, s.hidden + s.wide + s.ffn),),
         backward,
+        2 * s.hidden + s.wide + s.ffn,
+        (Level(0.0, s.dropped + s.ffn + s.wide), Level(0.0, s.dropped + s.norm_gradients)),
+        (s.gradient(elements), s.gradient(first, -s.ffn - s.hidden)),
     )
 
 
@@ -158,11 +177,10 @@ def _embedding(s: _Sizes) -> Passes:
     c = s.config
     added = c.position_embedding_type == "learned_absolute" or c.num_tokentypes > 0
     forward = Level(0.0, s.hidden * (3 if added else 2 if s.dropped else 1))
-    # The gradient of a table is as large as the table.
-    rows = [c.padded_vocab_size, c.num_tokentypes]
-    if c.position_embedding_type == "learned_absolute":
-        rows.append(c.max_position_embeddings)
-    return Passes(0.0, (forward,), (forward,), s.gradient(max(rows) * c.hidden_size, s.dropped))
+    # Rows are added to the tables' sums in float32.
+    cast = 0.0 if s.element == 4 else 4.0 * c.hidden_size
+    backward, half = Level(0.0, s.dropped + cast), Level(0.0, s.dropped)
+    return Passes(0.0, (forward,), (forward,), (backward,), s.hidden, (half,), (Level(0.0, cast),))
 
 
 def _head(s: _Sizes) -> Passes:
@@ -174,16 +192,21 @@ def _head(s: _Sizes) -> Passes:
         kept += 2 * s.hidden + s.norm  # dense, GELU, norm
     cast = final if s.element != 4 else 0.0  # logits before they are float32
     forward = Level(0.0, kept + cast + 12)
-    output, table = c.vocab_size * c.hidden_size, c.padded_vocab_size * c.hidden_size
+    output = c.vocab_size * c.hidden_size
     # The sentence-order head gives every token a gradient, most of them zero.
     pooled = s.hidden if c.binary_head else 0.0
     narrowed = cast - logits if cast else 0.0
-    # The gradient of the used rows is put into one of all rows.
-    whole = s.gradient(table, pooled - logits - 13)[-1]
     backward = (
         Level(0.0, pooled + cast),
-        Level(float(s.element * output), pooled + s.hidden + narrowed),  # output layer
-        Level(whole.fixed + s.element * output, whole.token),
+        s.gradient(output, pooled + s.hidden + narrowed),  # output layer
         Level(0.0, pooled + 2 * s.hidden - logits - s.norm),
     )
-    return Passes(kept, (forward,), (forward,), backward)
+    owed = s.hidden + (cast or logits)
+    if c.architecture == "bert":
+        owed += 2 * s.hidden  # dense
+    inputs = (
+        Level(0.0, pooled + cast),
+        Level(0.0, pooled + s.hidden + narrowed),
+        Level(0.0, pooled + s.norm_gradients + narrowed),
+    )
+    return Passes(kept, (forward,), (forward,), backward, owed, inputs, (s.gradient(output),))

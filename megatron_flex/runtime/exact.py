@@ -1,6 +1,7 @@
 """Exact sums of gradients: the same bits under any plan (``--flexpipe-bitwise``).
 
-After each backward the float32 gradient of each unit is rounded to a multiple of ``2**-BITS`` and
+After each backward the float32 gradient of each unit (after each half of a split one the part that
+is complete then) is rounded to a multiple of ``2**-BITS`` and
 added to an int64 sum. Integer addition has no rounding, so neither the order of micro-batches nor
 the number of replicas matters. The sum is turned back to float32 once, after the reduction.
 """
@@ -11,6 +12,7 @@ import torch
 
 from megatron_flex import native
 from megatron_flex.runtime.slab import Slab
+from megatron_flex.schedule.shards import Range
 
 BITS = 44
 """Gradients are multiples of 2**-44 (5.7e-14); one contribution must be below 2**7 = 128."""
@@ -20,14 +22,15 @@ class GradientOverflowError(ArithmeticError):
     """A gradient is too large for its fixed-point form."""
 
 
-def accumulate(slab: Slab, unit: int) -> bool:
-    """Add one unit's gradient to the slab's sum and clear it.
+def accumulate(slab: Slab, unit: int, part: Range | None = None) -> bool:
+    """Add one unit's gradient (elements ``part`` of it) to the slab's sum and clear it.
 
     Returns whether all of it was finite; if not, the sum is of no use. Raises
     :class:`GradientOverflowError` for a finite gradient that is too large.
     """
-    grads, sums = slab.scratch(unit), slab.sums
-    assert sums is not None, "the slab has no exact sums"
+    assert slab.sums is not None, "the slab has no exact sums"
+    start, stop = (0, slab.layout.numel) if part is None else part
+    grads, sums = slab.scratch(unit)[start:stop], slab.sums[start:stop]
     if grads.device.type == "cpu":
         verdict = native.function("mflex_fixed_accumulate")(
             grads.data_ptr(), sums.data_ptr(), grads.numel(), BITS, torch.get_num_threads()

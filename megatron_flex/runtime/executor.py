@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from megatron_flex.data.packed import PackedBatch
+from megatron_flex.model.tape import Tape, recording
 from megatron_flex.runtime import exact
 from megatron_flex.runtime.activations import ActivationOffload
 from megatron_flex.runtime.arena import ArenaTransport
@@ -33,6 +34,8 @@ from megatron_flex.runtime.swap import OptimizerSwap
 from megatron_flex.runtime.world import World
 from megatron_flex.schedule.instructions import (
     Backward,
+    BackwardInput,
+    BackwardWeight,
     Compute,
     Drop,
     Forward,
@@ -54,7 +57,7 @@ from megatron_flex.schedule.instructions import (
     SquaredNorm,
     UpdateOrSkip,
 )
-from megatron_flex.schedule.residency import Travels, travels
+from megatron_flex.schedule.residency import Key, Travels, at_once, travels
 
 
 @dataclass(frozen=True)
@@ -124,7 +127,11 @@ class _Run:
     result: StepResult | None = None
 
     def __post_init__(self) -> None:
-        self.recompute = frozenset(self.program.plan.o_plan.recompute if self.training else ())
+        o_plan = self.program.plan.o_plan
+        self.recompute = frozenset(o_plan.recompute if self.training else ())
+        self.at_once = at_once(o_plan)
+        #: Of passes whose backward is split.
+        self.tapes: dict[Key, Tape] = {}
         #: Operations that each micro-batch still has on this device.
         self.ahead: Counter[int] = Counter()
         self.travels = Travels()
@@ -175,6 +182,8 @@ class Executor:
         run.ahead.update(i.micro_batch for i in instructions if isinstance(i, Compute))
         if training:
             run.travels = travels(instructions, program.plan)
+            halves = (i for i in instructions if isinstance(i, BackwardWeight))
+            run.tapes = {(i.stage, i.micro_batch): Tape() for i in halves}
         clock = self.clock
         clock.begin()
         self.holdings.train(training)
@@ -266,6 +275,7 @@ class Executor:
         self._move_activations(run, op)
         stage = run.program.plan.stages[op.stage]
         batch = self._batch(run, op)
+        tape = run.tapes.get((op.stage, op.micro_batch))
         source = run.activations.pop((op.stage - 1, op.micro_batch), None)
         if source is not None and run.training:
             source.requires_grad_()
@@ -279,7 +289,8 @@ class Executor:
             if unit in run.recompute and hidden is not None:
                 hidden = recomputed(block, hidden, batch)
             else:
-                with self._saving(run, op, unit, hidden):
+                owed = None if unit in run.at_once else tape
+                with self._saving(run, op, unit, hidden), recording(owed):
                     hidden = block(hidden, batch)
         assert hidden is not None
         if run.training:
@@ -320,7 +331,7 @@ class Executor:
         if not run.ahead[op.micro_batch]:
             del run.batches[op.micro_batch]
 
-    def _backward(self, run: _Run, op: Backward) -> None:
+    def _backward(self, run: _Run, op: Backward | BackwardInput) -> None:
         self._move_activations(run, op)
         source, edge = run.saved.pop((op.stage, op.micro_batch))
         if op.stage + 1 == len(run.program.plan.stages):
@@ -337,6 +348,13 @@ class Executor:
                 run.gradients[op.stage - 1, op.micro_batch] = source.grad
             else:
                 run.outgoing[op.stage, op.micro_batch] = source.grad
+        self._passed(run, op)
+
+    def _backward_weight(self, run: _Run, op: BackwardWeight) -> None:
+        self._move_activations(run, op)
+        run.tapes.pop((op.stage, op.micro_batch)).run()
+        if self.holdings.exact:
+            self._accumulate(run, op)
         self._passed(run, op)
 
     def _loss_scale(self, run: _Run) -> torch.Tensor:
@@ -409,12 +427,23 @@ class Executor:
         if run.inputs.count_zeros:
             run.zeros += slab.zeros(part)
 
-    def _accumulate(self, run: _Run, op: Backward) -> None:
-        """Move this micro-batch's gradients into the exact sums."""
+    def _accumulate(self, run: _Run, op: Compute) -> None:
+        """Move what this pass has completed of the gradients into the exact sums.
+
+        The two halves of a backward complete different parts, and each part is rounded before
+        another micro-batch adds to it.
+        """
         stage = run.program.plan.stages[op.stage]
         for unit in range(stage.start, stage.stop):
+            whole = isinstance(op, Backward) or unit in run.at_once
+            if whole and isinstance(op, BackwardWeight):
+                continue
             for number in self._slabs_of[unit]:
-                if not exact.accumulate(self.holdings.slabs[number], unit):
+                slab, part = self.holdings.slabs[number], None
+                if not whole:
+                    decayed, end = slab.layout.decayed, slab.layout.numel
+                    part = (decayed, end) if isinstance(op, BackwardInput) else (0, decayed)
+                if not exact.accumulate(slab, unit, part):
                     run.squares[number] = math.nan
 
     def _global_norm(self, run: _Run, _: GlobalNorm) -> None:
@@ -550,6 +579,8 @@ class Executor:
 HANDLERS: dict[type[Instruction], Callable[[Executor, _Run, Any], None]] = {
     Forward: Executor._forward,
     Backward: Executor._backward,
+    BackwardInput: Executor._backward,
+    BackwardWeight: Executor._backward_weight,
     SendActivation: Executor._send,
     SendGradient: Executor._send,
     RecvActivation: Executor._receive_activation,

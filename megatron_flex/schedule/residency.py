@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from megatron_flex.planner.plan import Plan
+from megatron_flex.planner.plan import OPlan, Plan
 from megatron_flex.schedule.instructions import Compute, Forward, Instruction
 
 POSTED = 4
@@ -19,6 +19,15 @@ WINDOW = 2
 
 Key = tuple[int, int]
 """Stage and micro-batch: one pass."""
+
+
+def at_once(o_plan: OPlan) -> frozenset[int]:
+    """Units whose weight half runs within the input half of a split backward.
+
+    What recompute or the host brought back would else have to stay until the weight half. The
+    embedding keeps nothing, so there is nothing to bring back.
+    """
+    return frozenset((*o_plan.recompute, *o_plan.activations)) - {0}
 
 
 @dataclass(frozen=True)

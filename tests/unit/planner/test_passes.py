@@ -12,6 +12,7 @@ from megatron_flex.data.packed import PackedBatch
 from megatron_flex.model.blocks import Block, build_block
 from megatron_flex.model.config import ModelConfig
 from megatron_flex.model.layers import Kind
+from megatron_flex.model.tape import Tape, recording
 from megatron_flex.planner.passes import highest, passes
 from megatron_flex.runtime.memory import MemoryMeter
 from megatron_flex.runtime.recompute import recomputed
@@ -36,6 +37,8 @@ class Counted:
     forward: int
     kept: int
     backward: int
+    owed: int = 0
+    weight: int = 0
 
 
 def wide(config: ModelConfig) -> ModelConfig:
@@ -65,8 +68,10 @@ def batch_of(config: ModelConfig, tokens: int) -> PackedBatch:
     )  # fmt: skip
 
 
-def count(block: Block, kind: Kind, tokens: int, *, again: bool = False) -> Counted:
-    """One forward and backward, counted."""
+def count(
+    block: Block, kind: Kind, tokens: int, *, again: bool = False, tape: Tape | None = None
+) -> Counted:
+    """One forward and backward, counted; with a tape in two halves."""
     meter, batch = MemoryMeter(CPU), batch_of(block.config, tokens)
     hidden = None
     if kind is not Kind.EMBEDDING:
@@ -82,7 +87,8 @@ def count(block: Block, kind: Kind, tokens: int, *, again: bool = False) -> Coun
         assert hidden is not None
         output = recomputed(block, hidden, batch)
     else:
-        output = block(hidden, batch)
+        with recording(tape):
+            output = block(hidden, batch)
     forward = meter.peak - begin
     edge = get_gradient_edge(output)
     gradient = torch.ones_like(output)
@@ -92,7 +98,34 @@ def count(block: Block, kind: Kind, tokens: int, *, again: bool = False) -> Coun
     begin = meter.current
     meter.begin()
     torch.autograd.backward(edge, gradient)
-    return Counted(forward, kept, meter.peak - begin)
+    backward = meter.peak - begin
+    if tape is None:
+        return Counted(forward, kept, backward)
+    before = begin - kept - size  # nothing but the input
+    del edge, gradient
+    if hidden is not None:
+        hidden.grad = None
+    owed = meter.current - before
+    meter.begin()
+    tape.run()
+    assert meter.current == before
+    return Counted(forward, kept, backward, owed, meter.peak - before)
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("kind", Kind)
+def test_levels_of_both_halves_are_what_the_allocator_counts(name: str, kind: Kind) -> None:
+    config = wide(MODELS[name])
+    block, expected = block_of(config, kind), passes(config)[kind]
+    near = 0.02 if config.params_dtype == "float32" else 0.35
+    for tokens in (40, 300, 1500):
+        found = count(block, kind, tokens, tape=Tape())
+        whole = found.kept + found.backward
+        levels = expected.kept * tokens + highest(expected.backward_input, tokens)
+        assert whole == pytest.approx(levels, rel=near, abs=6000)
+        assert found.owed == pytest.approx(expected.owed * tokens, rel=0.002, abs=4000)
+        levels = expected.owed * tokens + highest(expected.backward_weight, tokens)
+        assert found.weight == pytest.approx(levels, rel=1.5 * near, abs=4000)
 
 
 @pytest.mark.parametrize("name", MODELS)

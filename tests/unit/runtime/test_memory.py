@@ -37,10 +37,12 @@ class Worker:
         self.executor = Executor(self.world, self.holdings, OptimizerConfig())
         self.footprint = Footprint(CONFIG, exact=exact)
 
-    def step(self, iteration: int = 0, budget: float | None = None) -> StepResult:
+    def step(
+        self, iteration: int = 0, budget: float | None = None, policy: str = "1f1b"
+    ) -> StepResult:
         batch = jobs.batch_of(iteration)
         parts = cut_by_tokens(batch, 100, CostCoefficients())
-        program = build_program(CONFIG, self.plan, parts, 1)
+        program = build_program(CONFIG, self.plan, parts, 1, policy=policy)
         expected = Expected(*self.footprint.device(program, 0), budget)
         read: Any = partial(jobs._read, CONFIG, parts, frozenset())
         inputs = StepInputs(read, batch.denominators, StepSize(1e-3, 0.1), memory=expected)
@@ -87,10 +89,11 @@ def test_peaks_are_those_of_the_profilers_allocator_events(worker: Worker) -> No
 
 @pytest.mark.parametrize("o_plan", ["", " ; recompute 1-6", " ; recompute 2,7"])
 @pytest.mark.parametrize("exact", [False, True])
-def test_predicted_peaks_are_the_counted_ones(o_plan: str, exact: bool) -> None:
+@pytest.mark.parametrize("policy", ["1f1b", "zb"])
+def test_predicted_peaks_are_the_counted_ones(o_plan: str, exact: bool, policy: str) -> None:
     worker = Worker(WHOLE + o_plan, exact)
     for iteration in range(3):
-        (row,) = worker.step(iteration).measured
+        (row,) = worker.step(iteration, policy=policy).measured
         # This process may hold tensors of other tests.
         others = worker.holdings.memory.current - sum(
             t.untyped_storage().nbytes()
