@@ -3,18 +3,21 @@
 #   make demo     train a small GPT with four workers on the CPU
 #   make test     lint, then the whole test suite
 #   make soak     the same properties with large counts, and the long runs
+#   make mutants  do the tests notice faults? tries some hundred, in copies of the tree
 #   make gpu      what needs a GPU: its tests, and its figures into gpu-results.json
 #   make lint     style, types, C++ format, one-way imports
 #   make native   build the C++ (and, where nvcc is found, CUDA) library into the package
 #   make clean    remove what was built; `make distclean` also removes .venv and runs
 #
 # PYTHON=python3.12 chooses an interpreter (3.10 to 3.12), VENV=path another place for the
-# environment, PYTEST_ARGS="-k name" a part of the tests.
+# environment, PYTEST_ARGS="-k name" a part of the tests, MUTANTS_ARGS="--only planner" a part of the
+# faults (--help says what else).
 
 SHELL := /bin/bash
 VENV ?= .venv
 PYTHON ?=
 PYTEST_ARGS ?=
+MUTANTS_ARGS ?=
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
@@ -25,7 +28,7 @@ CPP := find kernels \( -name '*.cpp' -o -name '*.h' -o -name '*.inl' -o -name '*
 export OMP_NUM_THREADS := 1
 export PYTHONPATH := $(CURDIR)
 
-.PHONY: demo test soak gpu lint native clean distclean
+.PHONY: demo test soak mutants gpu lint native clean distclean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.runtime $(LIBRARY)
@@ -36,6 +39,9 @@ test: lint
 
 soak: $(VENV)/.dev $(LIBRARY)
 	$(BIN)/python -m pytest -q --durations=20 --soak $(PYTEST_ARGS)
+
+mutants: $(VENV)/.dev
+	$(BIN)/python -m tests.mutants.run $(MUTANTS_ARGS)
 
 # With the Python that has PyTorch for CUDA, as it is: see tools/gpu.py.
 gpu:
