@@ -210,5 +210,5 @@ def test_the_comparison_notices(workers: WorkerPool, fault: Any, when: str) -> N
     plans = [*["0:8@0,1 ; shard 0-7"] * 4, "0:8@0,1,2 ; shard 0-7"]
     expected = reference(workers, TIED, iterations=10)
     broken = workers.run(3, jobs.train, TIED, plans, 10, fault=fault, fault_when=when)
-    with pytest.raises(AssertionError):
+    with pytest.raises(AssertionError, match=r"iteration \d|differs by"):
         jobs.assert_same(jobs.merge(broken), expected)

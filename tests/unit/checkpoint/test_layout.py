@@ -9,6 +9,7 @@ import pytest
 
 from megatron_flex.checkpoint import layout
 from megatron_flex.checkpoint.errors import CheckpointError
+from tests.unit import disk
 
 
 def _checkpoint(directory: Path, iteration: int, mark: str = "new") -> Path:
@@ -31,6 +32,25 @@ def test_the_tracker_names_the_checkpoint_published_last(tmp_path: Path) -> None
 def test_a_published_checkpoint_leaves_no_temporary_names(tmp_path: Path) -> None:
     _checkpoint(tmp_path, 1)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["iter_0000001", layout.TRACKER]
+
+
+def test_the_disk_has_everything_before_the_tracker_names_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    temporary = layout.create_temporary(tmp_path, 3)
+    happened = disk.watch(monkeypatch)
+    layout.write_synced(temporary / "manifest", b"x")
+    final = layout.publish(temporary, 3)
+    (tracker,) = {path for what, path in happened if what == "sync" and "/.latest" in path}
+    assert happened == [
+        ("sync", str(temporary / "manifest")),
+        ("sync", str(temporary)),
+        ("sync", tracker),
+        ("name", str(final)),
+        ("sync", str(tmp_path)),
+        ("name", str(tmp_path / layout.TRACKER)),
+        ("sync", str(tmp_path)),
+    ]
 
 
 @pytest.mark.parametrize("exchange", [True, False])

@@ -20,6 +20,7 @@ from megatron_flex.checkpoint.errors import CheckpointError
 from megatron_flex.checkpoint.load import load, read_common, verify
 from megatron_flex.checkpoint.manifest import Manifest, tensor_entry
 from megatron_flex.checkpoint.save import check_writable, save
+from tests.unit import disk
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.uint8]
 JSON = st.recursive(
@@ -288,3 +289,18 @@ def test_a_vocabulary_of_another_size_is_refused(tmp_path: Path) -> None:
         load(tmp_path, {}, group=None, model={"vocab_size": 6, "padded_vocab_size": 8})
     with pytest.raises(CheckpointError, match=r"has shape \[8, 3\] .* \[4, 3\] in this run"):
         load(tmp_path, {name: torch.zeros(4, 3) for name in _padded(8, 1.0)}, group=None)
+
+
+def test_every_file_of_a_checkpoint_is_synced_before_it_has_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    happened = disk.watch(monkeypatch)
+    save(tmp_path, 1, {"a": torch.ones(40, 8), "b": torch.arange(5)}, {"c": 1}, group=None)
+    checkpoint = layout.locate(tmp_path, 1)
+    named = happened.index(("name", str(checkpoint)))
+    synced = {
+        Path(path).name.removesuffix(".tmp") for what, path in happened[:named] if what == "sync"
+    }
+    files = {path.name for path in checkpoint.rglob("*") if path.is_file()}
+    assert any(name.endswith(".distcp") for name in files)
+    assert files <= synced

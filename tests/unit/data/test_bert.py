@@ -204,3 +204,17 @@ def test_a_sample_cannot_be_cut_to_slices(tmp_path: Path) -> None:
     made = make(tmp_path, [[5, 5]])
     with pytest.raises(DataError, match=r"of 13 tokens was cut to \[0, 7\)"):
         made.read(0, 0, 0, 7, inputs=True, targets=True)
+
+
+def test_an_overlong_segment_is_cut_at_both_ends(tmp_path: Path) -> None:
+    made = make(tmp_path, [[40]], binary_head=False, max_length=22)
+    firsts = []
+    for number in range(400):
+        row = made.read(0, number, 0, 22, inputs=True, targets=True)
+        tokens = unmasked(row)[1:-1]
+        assert (np.diff(tokens) == 1).all()
+        firsts.append(int(tokens[0]) - 100)
+    # Each of the 20 tokens that go is the first or the last by a coin.
+    assert 0 < min(firsts) < max(firsts) < 20
+    assert abs(np.mean(firsts) - 10) < 0.6
+    assert abs(np.var(firsts) - 5) < 2

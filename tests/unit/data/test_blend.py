@@ -69,3 +69,13 @@ def test_impossible_weights_are_refused() -> None:
         BlendOrder((1, 1), (0.5, 0.0), 1)
     with pytest.raises(DataError, match="one weight for each"):
         BlendOrder((1, 1), (0.5,), 1)
+
+
+def test_sets_of_a_blend_are_shuffled_differently() -> None:
+    order = BlendOrder((50, 50, 50), (1.0, 1.0, 1.0), 9)
+    which, index = order.locate(np.arange(150))
+    orders = [index[which == number].tolist() for number in range(3)]
+    assert all(sorted(o) == list(range(50)) for o in orders)
+    # Two orders of 50 that are drawn apart share one place or so.
+    for one, other in ((0, 1), (0, 2), (1, 2)):
+        assert np.count_nonzero(np.equal(orders[one], orders[other])) < 10

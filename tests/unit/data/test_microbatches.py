@@ -114,3 +114,20 @@ def test_four_thousand_samples_are_cut_in_milliseconds() -> None:
         cut_by_tokens(whole, 16384, CostCoefficients(1, 1e-4))
         times.append(time.perf_counter() - start)
     assert min(times) < 0.1  # about 0.01 on an idle core
+
+
+@pytest.mark.parametrize(
+    ("lengths", "micro_batches"),
+    [
+        ([60, 40], [[60, 40]]),
+        ([100, 100], [[100], [100]]),
+        # By cost the second micro-batch is the cheaper one when 30 comes, but has no room; the last
+        # sample fills it exactly.
+        ([60, 40, 35, 30, 25], [[60, 30], [40, 35, 25]]),
+    ],
+)
+def test_what_fits_exactly_shares_a_micro_batch(
+    lengths: list[int], micro_batches: list[list[int]]
+) -> None:
+    cut = cut_by_tokens(batch(lengths), 100, CostCoefficients(0, 1))
+    assert sorted([s.tokens for s in m.slices] for m in cut) == sorted(micro_batches)

@@ -106,20 +106,26 @@ def test_the_native_price_is_the_readable_definition(seed: int) -> None:
             assert vars(a) == pytest.approx(vars(b), rel=1e-9, abs=1e-6)
 
 
-@pytest.mark.parametrize("seed", range(40))
-def test_the_price_of_a_v_is_the_readable_definition(seed: int) -> None:
+def check_price_of_a_v(seed: int) -> bool:
+    """Whether there is a plan, and whether it is folded somewhere."""
     tables = random_tables(seed, max_elements=20)
     if tables.num_elements < 2:
-        return
+        return False
     steps = v_steps(tables.work, float(np.random.default_rng(seed).choice([0.35, 0.5, 0.65])))
     assert len(steps) == tables.num_elements + 1
     cut = SearchProblem(tables, steps).search()
     if cut is None:
-        return
+        return False
     assert sorted(e for g in cut.groups for e in g.elements) == list(range(tables.num_elements))
     assert all(len(g.chunks) <= 2 for g in cut.groups)
     assert plan_cost(tables, cut.groups).seconds == pytest.approx(cut.seconds, rel=1e-9)
     assert SearchProblem(tables).price(cut.groups).seconds == pytest.approx(cut.seconds, rel=1e-9)
+    return any(len(g.chunks) == 2 for g in cut.groups)
+
+
+def test_the_price_of_a_v_is_the_readable_definition() -> None:
+    folded = [check_price_of_a_v(seed) for seed in range(40)]
+    assert sum(folded) >= 15
 
 
 @pytest.mark.parametrize("seed", range(30))

@@ -23,9 +23,11 @@ class Arrival:
 
     def __init__(self) -> None:
         self.here = threading.Event()
+        self.waited_for = threading.Event()
 
     def wait(self) -> None:
         """As a message's."""
+        self.waited_for.set()
         assert self.here.wait(10)
 
 
@@ -45,6 +47,21 @@ def test_what_changes_a_slab_waits_for_its_copy() -> None:
         order.append("changed")
     assert order == ["copied", "changed"]
     assert not states.leaving
+
+
+@pytest.mark.parametrize("late", [0, 1, 2])
+def test_what_changes_a_slab_waits_for_all_its_copies(late: int) -> None:
+    states, copies = StateTransfers(WORLD), [Arrival() for _ in range(3)]
+    for number, copy in enumerate(copies):
+        states.leave(3, copy)
+        if number != late:
+            copy.here.set()
+    with ThreadPoolExecutor(1) as pool:
+        left = pool.submit(states.left, 3)
+        assert copies[late].waited_for.wait(10), "nobody waits for a copy that has not left"
+        assert not left.done()
+        copies[late].here.set()
+        left.result(10)
 
 
 def test_a_slab_that_is_still_arriving_is_copied_when_it_is_there() -> None:

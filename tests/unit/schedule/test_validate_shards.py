@@ -244,10 +244,12 @@ def test_an_update_by_a_device_that_gives_its_part_up_is_refused() -> None:
 
 
 def test_a_cut_after_the_global_norm_is_refused() -> None:
-    built = program(STEADY, AFTER)
-    device, step, _ = find(built, Recut, slab=2, on=2)
-    at = built.instructions[2].index(GlobalNorm())
-    refused(moved(built, device, step, at), "has not made room|cut anew after the global norm")
+    # Nothing is lacking where a whole state is cut, so no piece is missed before.
+    built = program("0:4@0,1 | 4:8@2,3", STEADY)
+    device, step, _ = find(built, Recut, slab=2, on=1)
+    assert not [s for s in built.instructions[1] if isinstance(s, RecvPiece)]
+    at = built.instructions[1].index(GlobalNorm())
+    assert refused(moved(built, device, step, at), "cut anew after the global norm") == (1, at)
 
 
 # -- any valid program, broken at random -------------------------------------------------------

@@ -81,3 +81,13 @@ def test_a_clock_that_stands_still_is_no_division_by_zero() -> None:
     summary = Interval(1, 1).add(record(1, elapsed=0.0))
     assert summary is not None
     assert math.isfinite(summary.throughput.tokens_per_second)
+
+
+def test_the_time_of_an_iteration_is_that_of_all_skipped_ones_included() -> None:
+    interval = Interval(4, 1)
+    summaries = [
+        interval.add(record(k, elapsed=float(k), skipped=k in (2, 4))) for k in range(1, 5)
+    ]
+    assert summaries[-1] is not None
+    assert summaries[-1].seconds_per_iteration == 2.5
+    assert summaries[-1].skipped == 2

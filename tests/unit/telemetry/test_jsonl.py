@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from megatron_flex.telemetry.jsonl import JsonlSink, read
 from megatron_flex.telemetry.sink import TelemetryError
+from tests.unit import disk
 from tests.unit.telemetry.records import record, validation
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -174,3 +175,15 @@ def test_a_full_disk_is_one_clear_error() -> None:
     with pytest.raises(TelemetryError, match="No space left on device"):
         sink.iteration(record(1))
     sink.close()
+
+
+def test_a_replaced_file_is_on_the_disk_before_it_has_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "log.jsonl"
+    write(path, 1, 5)
+    happened = disk.watch(monkeypatch)
+    write(path, 4, 5, start=3)
+    (what, synced), named = happened
+    assert (what, named) == ("sync", ("name", str(path)))
+    assert synced.startswith(f"{path}.")

@@ -17,7 +17,7 @@ from megatron_flex.tokenizers.sentence_piece import SentencePieceTokenizer
 
 TEXT = ["the quick brown fox jumps over the lazy dog", "pack my box with five dozen jugs", "¿qué?"]
 WORDS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "un", "##aff", "##able", "cafe", "[", "]",
-         "mask", "café", "Un", ",", "中", "文")  # fmt: skip
+         "mask", "café", "Un", ",", "中", "文", "#", "#un")  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -51,8 +51,13 @@ def test_null_tokenizer_reads_ids_and_has_one_id_more() -> None:
     assert (tokenizer.vocab_size, tokenizer.eod) == (8, 7)
     assert tokenizer.encode("1 5  3\n") == [1, 5, 3]
     assert tokenizer.decode([1, 5]) == "1 5"
-    for text in ("8", "-1", "x"):
-        with pytest.raises(TokenizerError):
+    assert tokenizer.encode("") == []
+    for text, message in (
+        ("1 8", "token ids from 1 to 8, but --vocab-size allows 0 to 7"),
+        ("-1", "token ids from -1 to -1, but"),
+        ("1 x", "NullTokenizer takes texts of token ids: .*'x'"),
+    ):
+        with pytest.raises(TokenizerError, match=message):
             tokenizer.encode(text)
 
 
@@ -124,6 +129,19 @@ def test_a_tokenizer_json_or_its_directory_is_read(files: Path, tmp_path: Path) 
     assert named.pad == named.encode("o")[0]
 
 
+def test_special_tokens_are_read_from_both_files(files: Path, tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_bytes((files / "tokenizer.json").read_bytes())
+    maps = {"special_tokens_map.json": {"eos_token": "q", "mask_token": {"content": "m"}},
+            "tokenizer_config.json": {"sep_token": {"content": "s"}, "cls_token": "c"}}  # fmt: skip
+    for name, content in maps.items():
+        (tmp_path / name).write_text(json.dumps(content))
+    found = build_tokenizer("HuggingFaceTokenizer", tokenizer_model=str(tmp_path))
+    vocabulary = json.loads((files / "vocab.json").read_text())
+    assert (found.eod, found.mask) == (vocabulary["q"], vocabulary["m"])
+    assert (found.sep, found.cls) == (vocabulary["s"], vocabulary["c"])
+    assert found.pad is None
+
+
 @pytest.mark.parametrize(
     ("lower_case", "text", "words"),
     [
@@ -146,6 +164,7 @@ def test_word_pieces_know_their_special_tokens_and_continuations(files: Path) ->
     tokenizer = build_tokenizer("BertWordPieceCase", vocab_file=str(files / "vocab.txt"))
     assert (tokenizer.pad, tokenizer.cls, tokenizer.sep, tokenizer.mask) == (0, 2, 3, 4)
     # [BOS] and [EOS] come behind the vocabulary, as in Megatron.
+    assert (WORDS[17], WORDS[18]) == ("#", "#un")
     assert tokenizer.vocab_size == len(WORDS) + 2
     assert tokenizer.eod == len(WORDS) + 1
     assert tokenizer.continuation is not None

@@ -104,7 +104,7 @@ def test_pairs_stay_aligned(tmp_path: Path) -> None:
 
 
 def test_workers_and_ordered_partitions_give_the_very_same_files(tmp_path: Path) -> None:
-    source = write(tmp_path / "in.jsonl", numbers(300))
+    source = write(tmp_path / "in.jsonl", numbers(301))  # not a multiple of the partitions
     assert run(source, tmp_path / "one", "--append-eod") == 0
     words = ["--append-eod", "--partitions", "2", "--keep-sequential-samples"]
     assert run(source, tmp_path / "four", *words, workers=4) == 0
