@@ -108,3 +108,18 @@ def test_finetuning_starts_anew_from_the_weights(
     assert len(tuned.losses) == LAST
     assert tuned.progress["consumed_samples"] == whole.progress["consumed_samples"]
     assert tuned.losses[0] < whole.losses[0]
+
+
+def test_a_bfloat16_run_goes_on_from_weights_that_were_loaded_alone(
+    workers: WorkerPool, flags: list[str], tmp_path: Path
+) -> None:
+    words = [*flags, "--bf16", "--lr-warmup-iters", "0"]
+    whole = runs.run(workers, 1, [*words, *saving(tmp_path)])
+    # Steps far below a weight's last bit: an update rounds the master weights and no more.
+    still = ["--train-iters", "2", "--lr", "1e-12", "--min-lr", "0", "--finetune"]
+    tuned = runs.run(workers, 2, [*words, *still, "--load", str(tmp_path)])
+    loaded = {n: t for n, t in whole.state.items() if not n.startswith("optimizer.")}
+    assert loaded
+    for name, weight in loaded.items():
+        error = (tuned.state[name].double() - weight.double()).abs().max()
+        assert error <= 1e-9, f"{name} differs by {error:.1e}"

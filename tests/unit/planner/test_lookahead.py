@@ -124,3 +124,20 @@ def test_a_first_batch_that_fits_no_plan_is_refused() -> None:
     lookahead = Lookahead(planner, Plan.parse("0:14@0,1"))
     with pytest.raises(Infeasible, match="lacks"):
         lookahead.decide([[even_batch(2, 60000)]], None)
+
+
+def test_each_switch_of_a_path_costs_the_margin_besides() -> None:
+    free, dear = (small_planner(4, margin=margin) for margin in (0.0, 0.03))
+    plans = [Plan.parse(text) for text in ("0:14@0-3", "0:7@0,1 | 7:14@2,3")]
+    order = [plans[0], plans[1], plans[1], plans[0], plans[1]]  # three switches, and one back
+    batches = [[drawn_batch(i)] for i in range(len(order))]
+    paths = []
+    for planner in (free, dear):
+        lookahead = Lookahead(planner, plans[0])
+        paths.append(lookahead.path_of([planner.finder(ways) for ways in batches], None, order))
+    before = [c.price.seconds for c in paths[0].plans]
+    assert [c.price.seconds for c in paths[1].plans] == before
+    # Of the iteration that each switch follows.
+    more = 0.03 * (before[0] + before[2] + before[3])
+    assert paths[1].switches - paths[0].switches == pytest.approx(more)
+    assert paths[1].terminal - paths[0].terminal == pytest.approx(0.03 * before[4])

@@ -14,12 +14,15 @@ from megatron_flex.model.layers import Kind
 from megatron_flex.planner.memory import (
     boundary_bytes,
     parameter_count,
+    slab_elements,
     state_bytes,
     tied_state,
     total_parameters,
     unit_memory,
     word_embedding_count,
 )
+from megatron_flex.planner.plan import Plan
+from megatron_flex.runtime.holdings import Holdings
 
 GPT = ModelConfig(
     num_layers=2, hidden_size=64, num_attention_heads=4, vocab_size=300, padded_vocab_size=384,
@@ -92,3 +95,16 @@ def test_bytes_a_parameter() -> None:
     assert state_bytes(half, 1000).total == 18_000
     assert boundary_bytes(half) == 2 * 64
     assert tied_state(CONFIGS["untied"]).total == 0
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_slabs_are_as_large_as_the_runtime_makes_them(name: str) -> None:
+    # 47 rows of 40: no multiple of anything that slabs are padded to.
+    config = replace(
+        CONFIGS[name], vocab_size=45, padded_vocab_size=47, hidden_size=40, kv_channels=10
+    )
+    whole = Plan.parse(f"0:{config.layers.num_units}@0")
+    holdings = Holdings(config, whole, 0, torch.device("cpu"))
+    assert slab_elements(config) == tuple(
+        holdings.slabs[number].layout.numel for number in range(config.layers.num_slabs)
+    )

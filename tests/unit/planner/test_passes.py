@@ -13,6 +13,7 @@ from megatron_flex.model.blocks import Block, build_block
 from megatron_flex.model.config import ModelConfig
 from megatron_flex.model.layers import Kind
 from megatron_flex.model.tape import Tape, recording
+from megatron_flex.planner.memory import boundary_bytes, unit_memory
 from megatron_flex.planner.passes import highest, passes
 from megatron_flex.runtime.memory import MemoryMeter
 from megatron_flex.runtime.recompute import recomputed
@@ -156,3 +157,14 @@ def test_a_recomputed_unit_keeps_its_input_only(name: str, kind: Kind) -> None:
         assert found.forward == pytest.approx(highest(expected.unkept, tokens), rel=0.02)
         again = expected.kept * tokens + highest(expected.backward, tokens)
         assert found.backward == pytest.approx(max(highest(expected.forward, tokens), again), 0.02)
+
+
+@pytest.mark.parametrize("name", ["gpt", "grouped, gated, rope", "bert", "no dropout"])
+@pytest.mark.parametrize("kind", Kind)
+def test_the_searches_count_what_a_pass_needs_while_it_runs(name: str, kind: Kind) -> None:
+    config = wide(MODELS[name])
+    memory, tokens = unit_memory(config)[kind], 1500
+    found = count(block_of(config, kind), kind, tokens)
+    output = 0.0 if kind is Kind.HEAD else boundary_bytes(config) * tokens
+    needed = max(found.forward - found.kept, output + found.backward)
+    assert memory.transient * tokens + memory.fixed == pytest.approx(needed, rel=0.03)

@@ -9,6 +9,10 @@ from hypothesis import strategies as st
 
 from megatron_flex.planner.plan import Plan
 from megatron_flex.planner.switching import (
+    CHUNK_OVERHEAD,
+    DISK_BYTES_PER_SECOND,
+    GROUP_SETUP,
+    RESTART,
     LiveSwitches,
     Running,
     Way,
@@ -83,7 +87,22 @@ def test_ways_of_switching_are_ordered_as_in_the_paper() -> None:
         for mode in ("live", "handover", "stall", "restart")
     )
     assert live < handover < stall < restart
+    # Units 7 to 9 go from devices 4-7 to devices 0-3 on the other server, each on a link of its
+    # own; the network of a server is shared by its four devices, which fill it.
+    sizes = [travelling(COSTS, slab, 4) for slab in (7, 8, 9)]
+    host, inter = COSTS.host, COSTS.cluster.inter
+    through = sum(map(host.seconds, sizes))
+    network = max(
+        sum(map(inter.seconds, sizes)),
+        4 * sum(sizes) / (inter.bytes_per_second * COSTS.cluster.devices_per_server),
+    )
+    assert live == pytest.approx(max(0.0, network - COSTS.options.travel * 1.0))
+    assert handover == pytest.approx(CHUNK_OVERHEAD * max(through, network))
+    assert stall == pytest.approx(through + network + through + GROUP_SETUP)
+    state = [COSTS.slab_state(slab) for slab in range(COSTS.layers.num_slabs)]
+    kept = sum(s.parameters + s.optimizer for s in state)
     assert restart == restart_seconds(COSTS)
+    assert restart == pytest.approx(RESTART + 2 * kept / (2 * DISK_BYTES_PER_SECOND))
 
 
 def test_crossing_servers_costs_more_than_staying_inside() -> None:
@@ -112,7 +131,20 @@ def test_the_searches_see_what_is_held_and_what_must_come() -> None:
         held = np.arange(UNITS) < 7 if slot < 4 else np.arange(UNITS) >= 7
         assert np.array_equal(a.size[row] == 0, held)
         assert a.spare[row] == slot
-    assert (a.handover >= a.early).all()
+        size = np.where(held, 0.0, COSTS.travelling)
+        assert a.size[row] == pytest.approx(size)
+        # What is not held is on the other server.
+        inter = size / COSTS.cluster.inter.bytes_per_second
+        assert a.early[row] == pytest.approx(inter)
+        through = CHUNK_OVERHEAD * size / COSTS.host.bytes_per_second
+        assert a.handover[row] == pytest.approx(np.maximum(CHUNK_OVERHEAD * inter, through))
+    near = arrivals(COSTS, running(Plan.parse("0:7@0 | 7:14@1")))
+    for slot, slow in ((2, COSTS.intra), (6, COSTS.cluster.inter)):
+        row = near.device_class[slot]
+        assert near.size[row] == pytest.approx(COSTS.travelling)
+        assert near.early[row] == pytest.approx(COSTS.travelling / slow.bytes_per_second)
+        host = COSTS.travelling / COSTS.host.bytes_per_second
+        assert (near.handover[row] >= CHUNK_OVERHEAD * host * (1 - 1e-9)).all()
 
 
 def test_sharded_state_is_cut_anew_when_a_degree_changes() -> None:

@@ -178,6 +178,16 @@ def test_a_hand_over_follows_the_update_and_comes_before_the_drop() -> None:
     assert UpdateOrSkip(4) not in steps
 
 
+def test_what_goes_makes_room_before_what_comes_and_what_is_sent_goes_last() -> None:
+    # Device 1 is handed slab 3 and gives up 7, which nobody waits for; device 0 sends 3 on.
+    built = program(moves("0:4@0 | 4:7@1 | 7:8@1,2", "0:3@0 | 3:7@1 | 7:8@2", late=None))
+    steps = built.instructions[1]
+    assert steps[steps.index(GlobalNorm()) + 1 :] == (
+        *map(UpdateOrSkip, (4, 5, 6)), Drop(7), RecvState(3, 0),
+    )  # fmt: skip
+    assert built.instructions[0][-2:] == (SendState(3, 1), Drop(3))
+
+
 def test_an_idle_device_that_joins_reduces_too() -> None:
     built = program(moves("0:8@0", "0:4@0 | 4:8@2"))
     names = [type(s).__name__ for s in built.instructions[2]]

@@ -65,6 +65,25 @@ def test_two_copy_at_a_time_and_the_most_urgent_comes_next() -> None:
         until(lambda: status(socket)["copying"] == 0)
 
 
+def test_a_hand_over_waits_for_its_turn() -> None:
+    numel = 1000
+    with manager(Shape(0, 0, entry_bytes(4 * numel))) as socket:
+        first = [Copier(socket, slab) for slab in (8, 9)]
+        until(lambda: all(one.copies.is_set() for one in first))
+        worker = join(socket, 0)
+        worker.hand_overs.reserve(1, [HandOver(0, 5, 4 * numel, 1)])
+        entry = worker.hand_overs.entry(0, 5)
+        assert entry is not None
+        written = worker.hand_overs.write(entry, torch.ones(numel))
+        until(lambda: written.done() or status(socket)["waiting"] == 1)
+        assert not written.done(), "it was written while two others copied"
+        assert not entry.data.view(torch.float32).any()
+        first[0].release.set()
+        written.result(10)
+        assert (entry.data.view(torch.float32)[:numel] == 1).all()
+        first[1].release.set()
+
+
 def test_the_turn_of_a_process_that_ends_goes_to_the_next() -> None:
     with manager(SMALL) as socket:
         first = [Copier(socket, slab) for slab in (8, 9)]
