@@ -9,10 +9,11 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import megatron_flex
-from megatron_flex.planner.service import Answer, Question, Setup
+from megatron_flex.planner import frames
+from megatron_flex.planner.service import Answer, Done, Question, Setup, Task
 
 
 class PlannerGoneError(RuntimeError):
@@ -30,10 +31,9 @@ class PlannerProcess:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
-            text=True,
         )
-        self._answers: queue.SimpleQueue[str | None] = queue.SimpleQueue()
-        self._lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+        self._replies: queue.SimpleQueue[Answer | Done | None] = queue.SimpleQueue()
+        self._asked: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
         self._unanswered = 0
         assert self._process.stdout is not None
         assert self._process.stdin is not None
@@ -44,7 +44,7 @@ class PlannerProcess:
             ("planner questions", self._write, self._process.stdin),
         ):
             threading.Thread(target=target, args=(stream,), name=name, daemon=True).start()
-        self._lines.put(setup.to_json())
+        self._asked.put(setup.to_json())
 
     @property
     def pid(self) -> int:
@@ -53,50 +53,56 @@ class PlannerProcess:
 
     @property
     def unanswered(self) -> int:
-        """Questions whose answers have not been taken."""
+        """Questions and tasks whose answers have not been taken."""
         return self._unanswered
 
-    def ask(self, question: Question) -> None:
-        """Put a question; never waits. If the process has ended, :meth:`take` says so."""
+    def ask(self, asked: Question | Task) -> None:
+        """Put a question or a task; never waits. If the process has ended, :meth:`take` says so."""
         self._unanswered += 1
-        self._lines.put(question.to_json())
+        self._asked.put(asked.to_json())
 
-    def take(self, timeout: float) -> Answer | None:
-        """The next answer, ``None`` if there is none within ``timeout`` seconds.
+    def take(self, timeout: float) -> Answer | Done | None:
+        """The next reply, ``None`` if there is none within ``timeout`` seconds.
 
         Raises :class:`PlannerGoneError`.
         """
         try:
-            line = self._answers.get(timeout=timeout) if timeout > 0 else self._answers.get_nowait()
+            reply = (
+                self._replies.get(timeout=timeout) if timeout > 0 else self._replies.get_nowait()
+            )
         except queue.Empty:
             return None
-        if line is None:
-            self._answers.put(None)  # for who asks again
+        if reply is None:
+            self._replies.put(None)  # for who asks again
             raise self._gone()
-        self._unanswered -= 1
-        return Answer.from_json(line)
+        # A question's programs come on top of its answer.
+        if isinstance(reply, Answer) or reply.asked:
+            self._unanswered -= 1
+        return reply
 
     def close(self) -> None:
         """End the process."""
-        self._lines.put(None)
+        self._asked.put(None)
         try:
             self._process.wait(2.0)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
 
-    def _write(self, stream: IO[str]) -> None:
+    def _write(self, stream: IO[bytes]) -> None:
         with contextlib.suppress(OSError):  # it has ended, and the answers too
-            for line in iter(self._lines.get, None):
-                stream.write(line + "\n")
-                stream.flush()
+            for data in iter(self._asked.get, None):
+                frames.write(stream, data)  # type: ignore[arg-type]
         with contextlib.suppress(OSError):
             stream.close()
 
-    def _read(self, stream: IO[str]) -> None:
-        for line in stream:
-            self._answers.put(line)
-        self._answers.put(None)
+    def _read(self, stream: IO[bytes]) -> None:
+        while (message := frames.read(stream)) is not None:  # type: ignore[arg-type]
+            data, blob = message
+            self._replies.put(
+                Done.from_message(data, blob) if "task" in data else Answer.from_json(data)
+            )
+        self._replies.put(None)
 
     def _gone(self) -> PlannerGoneError:
         try:

@@ -134,10 +134,14 @@ class Finder:
         granule = self.elements.granule
         tables = self.elements.tables(batch, late, granule)
         straight = SearchProblem(tables, granule=granule)
-        cuts: list[tuple[Cut | None, str]] = [(straight.search(n), "search") for n in stages]
+        cuts: list[tuple[Cut | None, str]] = []
+        # In a V there is more than one unit a device.
+        v = self.elements.options.v and tables.num_elements > 1
+        if self.elements.options.straight or not v:
+            cuts += [(straight.search(n), "search") for n in stages]
         if any(cut is not None and cut.cost <= tables.chain * (1.0 + TIE) for cut, _ in cuts):
             cuts.append((straight.search(chain=False), "search"))
-        if self.elements.options.v and tables.num_elements > 1:
+        if v:
             for first_pass in V_FIRST_PASS:
                 steps = v_steps(tables.work, first_pass)
                 template = SearchProblem(tables, steps, granule)

@@ -9,28 +9,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-from megatron_flex.model.config import ModelConfig
-from megatron_flex.planner.build import Batch, ModelCosts
-from megatron_flex.planner.footprint import Footprint
-from megatron_flex.planner.memory import boundary_bytes
+from megatron_flex.planner.build import Batch
+from megatron_flex.planner.limits import allowance
+from megatron_flex.planner.maker import Maker
 from megatron_flex.planner.optimise import GroupOptimisation, o_plan, optimise, optimised
-from megatron_flex.planner.ordering import op_costs
+from megatron_flex.planner.options import AUTO
 from megatron_flex.planner.plan import OPlan, Plan
 from megatron_flex.planner.plans import groups_of
 from megatron_flex.planner.pricing import Price, Pricer, price_with
 from megatron_flex.planner.switching import Running, Way, joiner_bytes, switch
-from megatron_flex.schedule.list_scheduler import build, policy
 from megatron_flex.schedule.policies.one_f_one_b import ONE_F_ONE_B
 from megatron_flex.schedule.policies.policy import out_of_step
 from megatron_flex.schedule.shards import cuts
 
-MARGIN = 0.02
-"""Part of the budget that plans leave free, for what the model of memory does not know."""
-UNTAKEN = 2
-"""Messages of the largest micro-batch for which there is room besides: a peer may be slow to take
-them, and nothing tells when."""
 CLEAR = 0.85
 """A plan whose bound is below this part of the budget fits without being looked at."""
 MOST_DEVICES = 64
@@ -38,28 +31,13 @@ MOST_DEVICES = 64
 _ATTEMPTS = 10
 
 
-def room_for_messages(config: ModelConfig, stages: int, tokens: float) -> float:
-    """Bytes of the messages that a peer may not have taken; ``tokens``: of the largest one."""
-    return UNTAKEN * boundary_bytes(config) * tokens if stages > 1 else 0.0
-
-
-def allowance(budget: float, room: float) -> float:
-    """Bytes of a budget that the predicted peak of a device may have; ``room``: for messages."""
-    return (1.0 - MARGIN) * budget - room
-
-
-@dataclass(frozen=True)
-class _Size:
-    tokens: int
-    squares: int
-
-
 class Fitter:
-    """Fits priced plans into the budget of ``costs``, which must be of single units."""
+    """Fits priced plans into the budget, by the programs that ``maker`` makes of them."""
 
-    def __init__(self, costs: ModelCosts) -> None:
-        self._costs = costs
-        self._footprint = Footprint(costs.config, exact=costs.options.bitwise)
+    def __init__(self, maker: Maker) -> None:
+        self.maker = maker
+        self._costs = maker.costs
+        self._footprint = maker.footprint
         self._known: dict[tuple[object, ...], Price] = {}
 
     def fit(self, pricer: Pricer, price: Price, running: Plan | None = None) -> Price:
@@ -102,18 +80,8 @@ class Fitter:
         return self._as_it_is(pricer, self._costs.placed(Plan(plan.stages, smallest)), 0.0)
 
     def peaks(self, plan: Plan, batch: Batch) -> tuple[float, ...]:
-        """Peak bytes of every device of the world."""
-        costs = self._costs
-        sizes = [_Size(int(t), int(s)) for t, s in zip(batch.tokens, batch.squares, strict=True)]
-        program = build(
-            plan,
-            costs.layers,
-            op_costs(costs.config, plan, sizes),
-            [size.tokens for size in sizes],
-            policy(costs.options.schedule),
-            world_size=costs.cluster.world_size,
-        ).program
-        return self._footprint.peaks(program)
+        """Peak bytes of every device of the world, by the program that would run."""
+        return tuple(map(max, self.maker.keep(plan, batch).memory))
 
     def hands_over(self, running: Running, plan: Plan) -> bool:
         """Whether all devices have room for what is handed over from ``running`` to ``plan``."""
@@ -140,7 +108,7 @@ class Fitter:
         tables = pricer.problem.tables
         groups = groups_of(tables, plan)
         devices = [[tables.devices[slot] for slot in group.slots] for group in groups]
-        allowed = self._allowed(pricer, plan)
+        allowed = self.maker.allowed(plan, pricer.batch)
         exhausted: set[int] = set()  # groups that do all they can
         parts = [GroupOptimisation()] * len(groups)
         first: list[float] = []  # bytes that each group lacks without memory optimisation
@@ -173,20 +141,14 @@ class Fitter:
 
     def _can_be_lean(self, plan: Plan) -> bool:
         """Whether a lean plan has fewer forwards in flight."""
-        schedule = self._costs.options.schedule
-        return schedule == ONE_F_ONE_B.name and out_of_step(plan.degrees, 0) > 0
+        schedule = plan.schedule or self._costs.options.schedule
+        return schedule in (ONE_F_ONE_B.name, AUTO) and out_of_step(plan.degrees, 0) > 0
 
     def _as_it_is(self, pricer: Pricer, plan: Plan, missing: float) -> Price:
         """A plan with its own O_plan."""
         tables = pricer.problem.tables
         parts = [optimised(tables, group, plan.o_plan) for group in groups_of(tables, plan)]
         return self._priced(pricer, plan, parts, missing, self.peaks(plan, pricer.batch))
-
-    def _allowed(self, pricer: Pricer, plan: Plan) -> float:
-        """Bytes that the predicted peak of a device may have."""
-        largest = float(pricer.batch.tokens.max())
-        room = room_for_messages(self._costs.config, len(plan.stages), largest)
-        return allowance(self._costs.budget, room)
 
     def _priced(
         self,
@@ -197,7 +159,7 @@ class Fitter:
         peaks: tuple[float, ...],
     ) -> Price:
         price = replace(price_with(pricer, plan, parts, missing), device_bytes=peaks)
-        short = max(peaks) - self._allowed(pricer, plan)
+        short = max(peaks) - self.maker.allowed(plan, pricer.batch)
         if short <= 0:
             return price
         return replace(price, seconds=math.inf, before_update=math.inf, shortfall=short)

@@ -7,7 +7,12 @@ from dataclasses import dataclass
 from typing import Literal
 
 from megatron_flex.planner.static import UnitChoice
+from megatron_flex.schedule.list_scheduler import policy
+from megatron_flex.schedule.policies.policy import Shape
 
+AUTO = "auto"
+"""The schedule that is the fastest that fits: a split backward, or a fused one where only that
+fits."""
 PlannerName = Literal["lookahead", "hbsa", "exhaustive", "static"]
 TimeModel = Literal["pipeline", "paper"]
 
@@ -19,9 +24,8 @@ class PlannerOptions:
     Attributes:
         planner: who decides.
         unit: stages are cut between blocks (halves of layers), or between whole layers.
-        schedule: name of the schedule that executes the plan, as in ``megatron_flex/schedule``.
-        split: whether that schedule splits the backward (zero bubble).
-        v: also consider plans in a V: two stages on each group.
+        schedule: name of the schedule that executes a plan that names none: of
+            ``megatron_flex/schedule``, or ``auto``.
         time_model: ``pipeline`` (ours) or ``paper`` (eq. 1; ``hbsa`` only).
         memory_optimisation: recompute and offload may be used at all (the paper's ablation).
         recompute, offload_optimizer, offload_activations: which of them.
@@ -44,8 +48,6 @@ class PlannerOptions:
     planner: PlannerName = "lookahead"
     unit: UnitChoice = "block"
     schedule: str = "1f1b"
-    split: bool = False
-    v: bool = False
     time_model: TimeModel = "pipeline"
     memory_optimisation: bool = True
     recompute: bool = True
@@ -64,6 +66,21 @@ class PlannerOptions:
     message_busy: float = 0.0
     host_exposed: float = 0.3
     travel: float = 0.8
+
+    @property
+    def split(self) -> bool:
+        """Whether the schedule splits the backward, which the closed form of time must know."""
+        return self.schedule == AUTO or policy(self.schedule).split
+
+    @property
+    def v(self) -> bool:
+        """Whether plans in a V are considered: two stages on each group of devices."""
+        return self.schedule == AUTO or policy(self.schedule).placement is not Shape.STRAIGHT
+
+    @property
+    def straight(self) -> bool:
+        """Whether plans with one stage on each group of devices are considered."""
+        return self.schedule == AUTO or policy(self.schedule).placement is not Shape.V
 
     def __post_init__(self) -> None:
         if self.lookahead < 1:

@@ -5,7 +5,7 @@ A plan has a text form, one field a stage, separated by ``|``: ``0:5@0,1 | 5:9@2
 optimisation follows after semicolons, ``; recompute 1-3 ; optimizer 5,6 ; activations 4 ; shard
 0-2``: the units whose activations are recomputed, whose optimizer state lives on the host, whose
 saved activations travel to the host and back, and whose optimizer state is split over the replicas;
-and ``; lean`` for fewer micro-batches in flight.
+and ``; lean`` for fewer micro-batches in flight. ``; schedule zb-v`` names the order of operations.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ _STAGE = re.compile(
 _UNITS = re.compile(r"\d+(?:\s*-\s*\d+)?(?:\s*,\s*\d+(?:\s*-\s*\d+)?)*")
 _LARGEST = 1_000_000
 """No unit or device has a larger number: a text with one is refused before its ranges are made."""
+_SCHEDULE = re.compile(r"[a-z0-9][a-z0-9-]*")
 _NAMES = ("recompute", "optimizer", "activations", "shard")
 
 
@@ -110,11 +111,13 @@ class OPlan:
 class Plan:
     """Stages in pipeline order. A device may hold several stages; some devices may be idle.
 
-    ``o_plan`` is part of the plan, but not of its layout: compare ``stages`` for that.
+    ``o_plan`` and ``schedule`` are part of the plan, but not of its layout: compare ``stages`` for
+    that. ``schedule``: name of the policy that orders its operations; empty: as the run's flags say.
     """
 
     stages: tuple[Stage, ...]
     o_plan: OPlan = OPlan()
+    schedule: str = ""
 
     def __post_init__(self) -> None:
         if not self.stages:
@@ -129,6 +132,8 @@ class Plan:
             if not stage.group or len(set(stage.group)) != len(stage.group) or min(stage.group) < 0:
                 raise PlanError(f"stage {number} ({stage}) needs devices, each named once")
             expected = stage.stop
+        if self.schedule and not _SCHEDULE.fullmatch(self.schedule):
+            raise PlanError(f"'{self.schedule}' is no name of a schedule, such as zb-v")
         for name in _NAMES:
             units = getattr(self.o_plan, name)
             if units and units[-1] >= expected:
@@ -192,8 +197,12 @@ class Plan:
 
     @cached_property
     def _text(self) -> str:
-        stages = " | ".join(map(str, self.stages))
-        return f"{stages} ; {self.o_plan}" if self.o_plan else stages
+        parts = [" | ".join(map(str, self.stages))]
+        if self.o_plan:
+            parts.append(str(self.o_plan))
+        if self.schedule:
+            parts.append(f"schedule {self.schedule}")
+        return " ; ".join(parts)
 
     @property
     def _shown(self) -> str:
@@ -216,7 +225,17 @@ class Plan:
                     " such as 0:5@0,1"
                 )
             stages.append(Stage(int(match[1]), int(match[2]), _numbers(match[3])))
-        return cls(tuple(stages), OPlan.parse(optimisation))
+        fields, schedule = [], ""
+        for field in optimisation.split(";"):
+            word, _, name = field.strip().partition(" ")
+            if word != "schedule":
+                fields.append(field)
+            elif schedule or not name.strip():
+                raise PlanError(f"'{field.strip()}' in a plan: expected one schedule, such as"
+                                " 'schedule zb-v'")  # fmt: skip
+            else:
+                schedule = name.strip()
+        return cls(tuple(stages), OPlan.parse(";".join(fields)), schedule)
 
 
 def _numbers(text: str) -> tuple[int, ...]:

@@ -20,8 +20,10 @@ from megatron_flex.model.config import ModelConfig
 from megatron_flex.planner.build import Batch, ModelCosts
 from megatron_flex.planner.candidates import TIE, Candidate, Finder
 from megatron_flex.planner.decision import Decision, Infeasible, Predicted, Reason, action_of
-from megatron_flex.planner.fit import Fitter, allowance, room_for_messages
-from megatron_flex.planner.options import PlannerOptions
+from megatron_flex.planner.fit import MOST_DEVICES, Fitter
+from megatron_flex.planner.limits import allowance, room_for_messages
+from megatron_flex.planner.maker import Maker
+from megatron_flex.planner.options import AUTO, PlannerOptions
 from megatron_flex.planner.plan import Plan, PlanError
 from megatron_flex.planner.pricing import Price
 from megatron_flex.planner.refine import refine
@@ -79,7 +81,8 @@ class Planner:
             if options.unit == "block"
             else ModelCosts(config, profile, cluster, replace(options, unit="block"), chosen)
         )
-        self.fitter = Fitter(self.units) if options.exact_memory else None
+        self.maker = Maker(self.units)
+        self.fitter = Fitter(self.maker) if options.exact_memory else None
 
     @cached_property
     def switches(self) -> LiveSwitches:
@@ -222,8 +225,11 @@ class Planner:
         )
         # Conditions compare the current plan with the best other one.
         target = second if mine is best else best
+        plan = best.candidate.plan
+        if best.simulated is not None and self.options.schedule == AUTO:
+            plan = replace(plan, schedule=best.simulated.schedule)
         return Decision(
-            plan=best.candidate.plan,
+            plan=plan,
             action=action_of(current, best.candidate.plan),
             micro_batching=best.candidate.micro_batching,
             predicted=best.predicted,
@@ -345,6 +351,9 @@ class Planner:
         if self.options.simulations == 0:
             return Judged(candidate, None)
         pricer = finder.pricers[candidate.micro_batching]
+        if self.fitter is not None and len(self.units.devices) <= MOST_DEVICES:
+            made = self.maker.keep(candidate.plan, pricer.batch)
+            return Judged(candidate, made.prediction)
         return Judged(candidate, pricer.simulate(candidate.price))
 
 

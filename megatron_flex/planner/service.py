@@ -1,25 +1,28 @@
-"""The planner as a process of its own: questions in, decisions out, one JSON line each.
+"""The planner as a process of its own: questions in, decisions and programs out.
 
     python -m megatron_flex.planner.service < questions > answers
 
-The first line sets it up (:class:`Setup`); each further line is a :class:`Question`, answered by
-one line. It holds no state that a decision depends on but the running correction of its
-predictions, which travels in the answers. A process, not a thread: a busy Python thread slows a
-worker down.
+Messages are framed as :mod:`frames` says. The first sets it up (:class:`Setup`); each further one
+is a :class:`Question` (which plan comes next?) or a :class:`Task` (what do the devices do in this
+iteration?). A question about a running iteration is answered by up to three messages: the program
+with which that iteration keeps its plan, the :class:`Answer`, and before it, where the plan
+changes, the program that switches. It holds no state that a decision depends on but the running
+correction of its predictions, which travels in the answers. A process, not a thread: a busy Python
+thread slows a worker down.
 """
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import signal
 import sys
+import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
 from statistics import median
-from typing import Any, TextIO
+from typing import Any, BinaryIO
 
 import numpy as np
 
@@ -33,14 +36,18 @@ from megatron_flex.planner.build import Batch
 from megatron_flex.planner.closed_form import closed_form_profile
 from megatron_flex.planner.decision import Decision, Infeasible
 from megatron_flex.planner.exhaustive import exhaustive
-from megatron_flex.planner.fit import MARGIN
+from megatron_flex.planner import frames
 from megatron_flex.planner.hbsa import Hbsa
+from megatron_flex.planner.limits import MARGIN
 from megatron_flex.planner.lookahead import Lookahead
+from megatron_flex.planner.maker import Made
 from megatron_flex.planner.options import PlannerOptions
+from megatron_flex.planner.package import Package, pack
 from megatron_flex.planner.plan import Plan, PlanError
 from megatron_flex.planner.planner import Planner
 from megatron_flex.planner.plans import plan_of
 from megatron_flex.planner.switching import Running, Way, switch
+from megatron_flex.schedule.transition import Transition, transition
 
 REMEMBERED = 16
 """Iterations whose measured times correct the next predictions."""
@@ -56,7 +63,10 @@ class Cut:
     quadratic: float
 
     def batch(self, lengths: Iterable[int]) -> Batch:
-        """The micro-batches of samples of these lengths."""
+        """The micro-batches of samples of these lengths.
+
+        Raises ``DataError`` where there are none.
+        """
         array = np.asarray(list(lengths), dtype=np.int64)
         whole = GlobalBatch(0, array, (int(array.sum()),))
         if self.tokens is not None:
@@ -68,7 +78,12 @@ class Cut:
 
 @dataclass(frozen=True)
 class Setup:
-    """What stays the same for a run."""
+    """What stays the same for a run.
+
+    Attributes:
+        switch: how plans change, as ``--flexpipe-switch`` says.
+        times: workers are sent the predicted times of their operations.
+    """
 
     model: ModelConfig
     cluster: dict[str, Any]
@@ -76,23 +91,54 @@ class Setup:
     options: PlannerOptions
     cut: Cut
     static: str
+    switch: str = "live"
+    times: bool = False
 
-    def to_json(self) -> str:
-        """One line."""
-        return json.dumps(asdict(self))
+    def to_json(self) -> dict[str, Any]:
+        """As a message."""
+        return asdict(self)
 
     @classmethod
-    def from_json(cls, line: str) -> Setup:
+    def from_json(cls, data: dict[str, Any]) -> Setup:
         """Read :meth:`to_json`'s form."""
-        data = json.loads(line)
-        return cls(
-            ModelConfig(**data["model"]),
-            data["cluster"],
-            data["profile"],
-            PlannerOptions(**data["options"]),
-            Cut(**data["cut"]),
-            data["static"],
-        )
+        given = dict(data)
+        given["model"] = ModelConfig(**data["model"])
+        given["options"] = PlannerOptions(**data["options"])
+        given["cut"] = Cut(**data["cut"])
+        return cls(**given)
+
+
+@dataclass(frozen=True)
+class Task:
+    """What do the devices do in one iteration?
+
+    Attributes:
+        name: whatever it is called, such as ``train 12``.
+        plan: the layout that they are in.
+        lengths: of the samples of its batch.
+        following: the layout that it leaves behind; the same where nothing moves.
+        late: (slab, device) pairs that are handed over after the update.
+        forward_only: an evaluation.
+    """
+
+    name: str
+    plan: str
+    lengths: tuple[int, ...]
+    following: str = ""
+    late: tuple[tuple[int, int], ...] = ()
+    forward_only: bool = False
+
+    def to_json(self) -> dict[str, Any]:
+        """As a message."""
+        return {"task": asdict(self)}
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Task:
+        """Read :meth:`to_json`'s form."""
+        given = dict(data["task"])
+        given["lengths"] = tuple(given["lengths"])
+        given["late"] = tuple((slab, device) for slab, device in given["late"])
+        return cls(**given)
 
 
 @dataclass(frozen=True)
@@ -107,6 +153,7 @@ class Question:
             those of earlier answers, without correction.
         memory: of newly measured iterations, the largest ratio of measured to predicted peak
             memory of a device.
+        name: of the iteration before it as a task: its programs are wanted, too.
     """
 
     iteration: int
@@ -115,23 +162,21 @@ class Question:
     running_lengths: tuple[int, ...] = ()
     measured: tuple[tuple[float, float], ...] = ()
     memory: tuple[float, ...] = ()
+    name: str = ""
 
-    def to_json(self) -> str:
-        """One line."""
-        return json.dumps(asdict(self))
+    def to_json(self) -> dict[str, Any]:
+        """As a message."""
+        return {"question": asdict(self)}
 
     @classmethod
-    def from_json(cls, line: str) -> Question:
+    def from_json(cls, data: dict[str, Any]) -> Question:
         """Read :meth:`to_json`'s form."""
-        data = json.loads(line)
-        return cls(
-            data["iteration"],
-            tuple(map(tuple, data["window"])),
-            data["running"],
-            tuple(data["running_lengths"]),
-            tuple((p, s) for p, s in data["measured"]),
-            tuple(data["memory"]),
-        )
+        given = dict(data["question"])
+        given["window"] = tuple(map(tuple, given["window"]))
+        given["running_lengths"] = tuple(given["running_lengths"])
+        given["measured"] = tuple((p, s) for p, s in given["measured"])
+        given["memory"] = tuple(given["memory"])
+        return cls(**given)
 
 
 @dataclass(frozen=True)
@@ -149,26 +194,66 @@ class Answer:
     problem: str = ""
     late: tuple[tuple[int, int], ...] = ()
 
-    def to_json(self) -> str:
-        """One line."""
-        return json.dumps(
-            {
+    def to_json(self) -> dict[str, Any]:
+        """As a message."""
+        return {
+            "answer": {
                 "iteration": self.iteration,
                 "decision": None if self.decision is None else self.decision.to_json(),
                 "factor": self.factor,
                 "problem": self.problem,
                 "late": self.late,
             }
-        )
+        }
 
     @classmethod
-    def from_json(cls, line: str) -> Answer:
+    def from_json(cls, message: dict[str, Any]) -> Answer:
         """Read :meth:`to_json`'s form."""
-        data = json.loads(line)
+        data = message["answer"]
         text = data["decision"]
         decision = None if text is None else Decision.from_json(text)
         late = tuple((slab, device) for slab, device in data["late"])
         return cls(data["iteration"], decision, data["factor"], data["problem"], late)
+
+
+@dataclass(frozen=True)
+class Done:
+    """The program of a task, or why there is none.
+
+    ``seconds``: what making it took. ``asked``: it was asked for, and did not come with an answer.
+    """
+
+    task: Task
+    package: Package | None
+    problem: str = ""
+    seconds: float = 0.0
+    asked: bool = True
+
+    def message(self) -> tuple[dict[str, Any], bytes]:
+        """As a message: data and bytes."""
+        parts = () if self.package is None else self.package.parts
+        data = {
+            **self.task.to_json(),
+            "header": None if self.package is None else self.package.header,
+            "sizes": list(map(len, parts)),
+            "problem": self.problem,
+            "seconds": self.seconds,
+            "asked": self.asked,
+        }
+        return data, b"".join(parts)
+
+    @classmethod
+    def from_message(cls, data: dict[str, Any], blob: bytes) -> Done:
+        """Read :meth:`message`'s form."""
+        parts, at = [], 0
+        for size in data["sizes"]:
+            parts.append(blob[at : at + size])
+            at += size
+        header = data["header"]
+        package = None if header is None else Package(header, tuple(parts))
+        return cls(
+            Task.from_json(data), package, data["problem"], data["seconds"], data["asked"]
+        )
 
 
 class Service:
@@ -229,6 +314,60 @@ class Service:
             late = tuple((m.slab, m.device) for m in moves if m.way is Way.HAND_OVER)
         return Answer(question.iteration, decision, self.factor, late=late)
 
+    def replies(self, question: Question) -> Iterator[Done | Answer]:
+        """Programs of the iteration that runs, and the decision for the one that comes."""
+        if question.running is None or not question.name:
+            yield self.answer(question)
+            return
+        keep = Task(question.name, question.running, question.running_lengths)
+        yield replace(self.done(keep), asked=False)
+        answer = self.answer(question)
+        if answer.decision is not None:
+            plan = answer.decision.plan
+            if self.moves and not plan.keeps(Plan.parse(question.running)):
+                task = replace(keep, following=str(plan), late=answer.late)
+                yield replace(self.done(task), asked=False)
+        yield answer
+
+    @property
+    def moves(self) -> bool:
+        """Whether state moves within iterations, and not between them."""
+        return self._setup.switch in ("live", "handover")
+
+    def done(self, task: Task) -> Done:
+        """A task's program; what is wrong with the program is the answer's ``problem``."""
+        began = time.perf_counter()
+        try:
+            batch = self._setup.cut.batch(task.lengths)
+            made = self.make(task, batch)
+        except ValueError as error:
+            return Done(task, None, str(error), time.perf_counter() - began)
+        squares = [int(square) for square in batch.squares]
+        package = pack(made, task.name, squares, times=self._setup.times)
+        return Done(task, package, seconds=time.perf_counter() - began)
+
+    def make(self, task: Task, batch: Batch) -> Made:
+        """A task's program, before it is packed."""
+        plan, maker = Plan.parse(task.plan), self.planner.maker
+        change = self._change(plan, task)
+        if change is None:
+            return maker.keep(plan, batch, forward_only=task.forward_only)
+        return maker.switch(plan, batch, change, live=self._setup.switch == "live")
+
+    def _change(self, plan: Plan, task: Task) -> Transition | None:
+        """The switch within a task's iteration."""
+        following = Plan.parse(task.following) if task.following else plan
+        if following.keeps(plan):
+            return None
+        return transition(
+            plan,
+            following,
+            self._setup.model.layers,
+            late=frozenset(task.late) if self._setup.switch == "live" else None,
+            server_size=self._cluster.devices_per_server,
+            elements=self.planner.maker.footprint.elements,
+        )
+
     def _decided(self, question: Question) -> tuple[Decision, Running | None]:
         window = [self._setup.cut.batch(lengths) for lengths in question.window]
         while True:
@@ -265,12 +404,22 @@ class Service:
         return self._lookahead.decide([[batch] for batch in window], running)
 
 
-def serve(questions: TextIO, answers: TextIO) -> None:
+def serve(questions: BinaryIO, answers: BinaryIO) -> None:
     """Answer until the questions end."""
-    service = Service(Setup.from_json(questions.readline()))
-    for line in questions:
-        answers.write(service.answer(Question.from_json(line)).to_json() + "\n")
-        answers.flush()
+    first = frames.read(questions)
+    if first is None:
+        return
+    service = Service(Setup.from_json(first[0]))
+    while (message := frames.read(questions)) is not None:
+        data, _ = message
+        if "task" in data:
+            frames.write(answers, *service.done(Task.from_json(data)).message())
+            continue
+        for reply in service.replies(Question.from_json(data)):
+            if isinstance(reply, Done):
+                frames.write(answers, *reply.message())
+            else:
+                frames.write(answers, reply.to_json())
 
 
 if __name__ == "__main__":
@@ -278,4 +427,4 @@ if __name__ == "__main__":
     # (--exit-signal-handler) needs its planner until then; the end of the questions ends it.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     os.nice(5)  # workers come first where they share cores
-    serve(sys.stdin, sys.stdout)
+    serve(sys.stdin.buffer, sys.stdout.buffer)

@@ -13,16 +13,20 @@ from typing import cast
 import numpy as np
 
 from megatron_flex.planner.build import MESSAGE_BUFFERS, Batch, ModelCosts
+from megatron_flex.planner.options import AUTO
 from megatron_flex.planner.plan import Plan, PlanError
 from megatron_flex.planner.tables import Array
 from megatron_flex.schedule.costs import OpCosts, Table
 from megatron_flex.schedule.list_scheduler import policy, search, simulate
 from megatron_flex.schedule.placement import Placement
+from megatron_flex.schedule.routing import Route
 from megatron_flex.schedule.slabs import slab_holders
 from megatron_flex.schedule.timeline import Timeline, timeline
 
 SEARCHED = "zb"
 """Name of the schedule that is chosen among several rules and orders by simulation."""
+FUSED = "1f1b"
+"""The schedule with a fused backward that :data:`AUTO` falls back to."""
 
 
 @dataclass(frozen=True)
@@ -33,11 +37,13 @@ class Prediction:
         seconds: the whole iteration, with reductions, the global norm and the update.
         device_bytes: peak bytes on each device of the world, 0 where it is idle.
         timeline: every operation, reduction and update with its time.
+        schedule: the policy that ordered the operations.
     """
 
     seconds: float
     device_bytes: tuple[float, ...]
     timeline: Timeline
+    schedule: str
 
     @property
     def placement(self) -> Placement:
@@ -156,6 +162,58 @@ def activation_room(costs: ModelCosts, plan: Plan, batch: Batch) -> list[float]:
     return [costs.budget - size for size in static_bytes(costs, plan, batch)]
 
 
+@dataclass(frozen=True)
+class Placed:
+    """A plan's operations in their order, and the schedule that ordered them."""
+
+    schedule: str
+    placement: Placement
+
+
+def place_plan(
+    costs: ModelCosts,
+    plan: Plan,
+    batch: Batch,
+    *,
+    op: OpCosts | None = None,
+    table: Route | None = None,
+    less: float = 0.0,
+    tries: int = 2,
+    stop: float = math.inf,
+    forward_only: bool = False,
+) -> Placed | None:
+    """Place one iteration by the schedule of the plan, or of the options where it names none.
+
+    What is placed here is what is predicted, what programs are made from, and so what runs.
+
+    Args:
+        op: costs of its operations, if they are known.
+        table: routing, if it is not the plan's own.
+        less: bytes of activations that must stay free besides what the costs say.
+        tries: orders that a search looks at.
+        stop: seconds that are too long: then the result is ``None``.
+    """
+    op = op_costs(costs, plan, batch) if op is None else op
+    name = plan.schedule or costs.options.schedule
+    if forward_only:
+        rule = policy("gpipe")
+        return Placed(rule.name, simulate(plan, op, rule, table=table, forward_only=True))
+    room = [max(0.0, size - less) for size in activation_room(costs, plan, batch)]
+    split: Placed | None = None
+    if name in (SEARCHED, AUTO):
+        choice = search(plan, op, table=table, memory=room, tries=tries, stop=stop)
+        if choice is not None:
+            split = Placed(SEARCHED, choice.placement)
+        if name == SEARCHED or (choice is not None and choice.fits):
+            return split
+        name = FUSED
+    rule = policy(name)
+    # A fused backward keeps to its own number of micro-batches in flight, whatever the room.
+    memory = room if rule.split else None
+    found = Placed(name, simulate(plan, op, rule, table=table, memory=memory))
+    return found if found.placement.makespan <= stop else split
+
+
 def predict(
     costs: ModelCosts,
     plan: Plan,
@@ -166,33 +224,26 @@ def predict(
 ) -> Prediction | None:
     """Simulate one iteration; ``None`` when it takes longer than ``stop`` seconds.
 
-    Activations in flight are held within :func:`activation_room`; execute the plan with the same
-    limit, or its memory is another.
+    Its memory is a bound: :class:`~megatron_flex.planner.maker.Maker` knows that of the program.
 
     Raises :class:`PlanError` when state alone is more than a device's budget.
     """
-    op = op_costs(costs, plan, batch)
     fixed = static_bytes(costs, plan, batch)
-    room = [costs.budget - size for size in fixed]
-    short = min(room[d] for d in plan.devices)
+    short = min(costs.budget - fixed[d] for d in plan.devices)
     if short < 0:
-        device = min(plan.devices, key=lambda d: room[d])
+        device = max(plan.devices, key=lambda d: fixed[d])
         raise PlanError(
             f"device {device} needs {fixed[device]:.0f} bytes before any activation and may use"
             f" {costs.budget:.0f}: {-short:.0f} bytes too few for the plan '{plan}'"
         )
-    if costs.options.schedule == SEARCHED:
-        choice = search(plan, op, memory=room, tries=tries, stop=stop)
-        if choice is None:
-            return None
-        placement = choice.placement
-    else:
-        placement = simulate(plan, op, policy(costs.options.schedule), memory=room)
-    line = timeline(placement, costs.layers)
+    placed = place_plan(costs, plan, batch, stop=stop, tries=tries)
+    if placed is None:
+        return None
+    line = timeline(placed.placement, costs.layers)
     if line.makespan > stop:
         return None
     size = tuple(
-        fixed[d] + (placement.peak[d] if d < len(placement.peak) else 0.0)
+        fixed[d] + (line.peak[d] if d < len(line.peak) else 0.0)
         for d in range(costs.cluster.world_size)
     )
-    return Prediction(line.makespan, size, line)
+    return Prediction(line.makespan, size, line, placed.schedule)

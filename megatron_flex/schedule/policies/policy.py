@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from itertools import pairwise
 
 import numpy as np
@@ -47,6 +48,14 @@ def _no_order(problem: Problem, turn: Sequence[int]) -> Orders | None:
     return None
 
 
+class Shape(Enum):
+    """How the stages of a plan lie on its groups of devices, where a policy has an opinion."""
+
+    STRAIGHT = "straight"  # one stage on each
+    V = "v"  # two: the first and the last, the second and the last but one, ...
+    ANY = "any"
+
+
 @dataclass(frozen=True)
 class Policy:
     """A named rule.
@@ -58,6 +67,7 @@ class Policy:
         limits: ``limits(problem)``.
         forwards_first: a device begins its first backward only after its last forward.
         alternate: after a backward a device looks at its forwards first.
+        placement: the shape of plan that it is meant for.
         order: ``order(problem, turn)`` gives the textbook order where the plan is of the
             textbook's shape, else ``None``, and the rule decides.
     """
@@ -68,6 +78,7 @@ class Policy:
     limits: Callable[[Problem], Limits]
     forwards_first: bool = False
     alternate: bool = False
+    placement: Shape = Shape.STRAIGHT
     order: Callable[[Problem, Sequence[int]], Orders | None] = _no_order
 
 

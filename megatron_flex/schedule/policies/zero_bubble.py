@@ -15,6 +15,7 @@ from megatron_flex.schedule.policies.policy import (
     Limits,
     Orders,
     Policy,
+    Shape,
     backward_first,
     pipeline_memory,
 )
@@ -57,4 +58,4 @@ ZB_H1 = Policy("zb-h1", split=True, rank=backward_first, limits=one_pipeline, or
 ZB_H2 = Policy("zb-h2", split=True, rank=backward_first, limits=two_pipelines, order=h2_order)
 
 #: Our own: the rule alone, on any plan, with as much memory as the caller allows.
-ZB = Policy("zb", split=True, rank=backward_first, limits=Limits.none)
+ZB = Policy("zb", split=True, rank=backward_first, limits=Limits.none, placement=Shape.ANY)

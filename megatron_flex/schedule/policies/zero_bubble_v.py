@@ -15,7 +15,7 @@ from operator import length_hint
 from megatron_flex.planner.plan import Plan
 from megatron_flex.schedule.operations import OpKind
 from megatron_flex.schedule.placement import Problem
-from megatron_flex.schedule.policies.policy import Orders, Policy, backward_first
+from megatron_flex.schedule.policies.policy import Orders, Policy, Shape, backward_first
 from megatron_flex.schedule.policies.zero_bubble import one_pipeline
 
 FORWARD, INPUT, WEIGHT = OpKind.FORWARD, OpKind.BACKWARD, OpKind.WEIGHT
@@ -85,4 +85,6 @@ def _device_order(problem: Problem, own: list[int], number: int, half: int) -> t
     return tuple(order)
 
 
-ZB_V = Policy("zb-v", split=True, rank=backward_first, limits=one_pipeline, order=v_order)
+ZB_V = Policy(
+    "zb-v", split=True, rank=backward_first, limits=one_pipeline, placement=Shape.V, order=v_order
+)

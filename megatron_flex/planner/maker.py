@@ -1,0 +1,150 @@
+"""Makes programs: from a plan and a batch to checked instruction lists, their time and memory."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass
+
+from megatron_flex.planner.build import Batch, ModelCosts
+from megatron_flex.planner.footprint import Footprint
+from megatron_flex.planner.limits import allowance, room_for_messages
+from megatron_flex.planner.plan import Plan
+from megatron_flex.planner.simulation import Placed, Prediction, op_costs, place_plan
+from megatron_flex.schedule.instructions import Program
+from megatron_flex.schedule.list_scheduler import finish
+from megatron_flex.schedule.migration import migrate
+from megatron_flex.schedule.routing import route
+from megatron_flex.schedule.timeline import Timeline
+from megatron_flex.schedule.transition import Transition
+from megatron_flex.schedule.validate import validate
+
+MIGRATION_GAIN = 0.05
+"""Micro-batches move to the next layout within an iteration if its simulated time falls by this."""
+_REMEMBERED = 64
+_ATTEMPTS = 3
+
+
+@dataclass(frozen=True)
+class Made:
+    """A program, and what it is predicted to take.
+
+    Attributes:
+        program: accepted by the validator.
+        schedule: the policy that ordered it.
+        timeline: every operation, reduction and update with its time.
+        memory: for each device of the world, peak bytes up to the global norm, and after it.
+    """
+
+    program: Program
+    schedule: str
+    timeline: Timeline
+    memory: tuple[tuple[float, float], ...]
+
+    @property
+    def seconds(self) -> float:
+        """The whole iteration."""
+        return self.timeline.makespan
+
+    @property
+    def prediction(self) -> Prediction:
+        """As decisions compare it."""
+        size = tuple(map(max, self.memory))
+        return Prediction(self.seconds, size, self.timeline, self.schedule)
+
+    @property
+    def peak(self) -> float:
+        """Bytes of the fullest device."""
+        return max(map(max, self.memory))
+
+
+class Maker:
+    """Makes the programs of one model on one cluster; ``costs`` must be of single units."""
+
+    def __init__(self, costs: ModelCosts) -> None:
+        self.costs = costs
+        self.footprint = Footprint(costs.config, exact=costs.options.bitwise)
+        self._made: OrderedDict[tuple[object, ...], Made] = OrderedDict()
+
+    def allowed(self, plan: Plan, batch: Batch) -> float:
+        """Bytes that the predicted peak of a device may have."""
+        largest = float(batch.tokens.max())
+        room = room_for_messages(self.costs.config, len(plan.stages), largest)
+        return allowance(float(self.costs.budget), room)
+
+    def keep(self, plan: Plan, batch: Batch, *, forward_only: bool = False) -> Made:
+        """The program of an iteration (or an evaluation) that leaves the plan as it is."""
+        key = (str(plan), batch.tokens.tobytes(), batch.squares.tobytes(), forward_only)
+        found = self._made.get(key)
+        if found is None:
+            found = self._keep(plan, batch, forward_only)
+            self._made[key] = found
+            if len(self._made) > _REMEMBERED:
+                self._made.popitem(last=False)
+        self._made.move_to_end(key)
+        return found
+
+    def _keep(self, plan: Plan, batch: Batch, forward_only: bool) -> Made:
+        less = 0.0
+        for attempt in range(_ATTEMPTS):
+            placed = place_plan(self.costs, plan, batch, less=less, forward_only=forward_only)
+            assert placed is not None  # only a finite stop gives None
+            made = self._finish(placed, batch, None)
+            over = made.peak - self.allowed(plan, batch)
+            # Activations are placed within a bound; where the program takes more, into less.
+            if forward_only or over <= 0 or not placed.placement.problem.split:
+                break
+            less += over * (1 + attempt)
+        return made
+
+    def switch(self, plan: Plan, batch: Batch, change: Transition, *, live: bool = True) -> Made:
+        """The program of an iteration that ends in another plan.
+
+        Args:
+            live: micro-batches may run by the next plan already, where that gains time and fits.
+        """
+        kept = self.keep(plan, batch)
+        placed = Placed(kept.schedule, kept.timeline.placement)
+        made = self._finish(placed, batch, change)
+        if not live:
+            return made
+        layers = self.costs.layers
+        new_costs = op_costs(self.costs, change.next_plan, batch)
+        new_table = route(change.next_plan, new_costs)
+        best = placed.placement.makespan * (1.0 - MIGRATION_GAIN)
+        for moved in filter(None, _some_to_move(len(batch.tokens))):
+            migration = migrate(change, placed.placement.problem.route, new_table, moved, layers)
+            found = place_plan(
+                self.costs, migration.plan, batch, table=migration.route, stop=best
+            )
+            if found is None or found.placement.makespan >= best:
+                continue
+            trial = self._finish(found, batch, change)
+            if trial.peak <= self.allowed(plan, batch):  # both sides take memory
+                best, made = found.placement.makespan, trial
+        return made
+
+    def _finish(self, placed: Placed, batch: Batch, change: Transition | None) -> Made:
+        costs = self.costs
+        forward_only = placed.placement.problem.forward_only
+        schedule = finish(
+            placed.placement,
+            costs.layers,
+            [int(t) for t in batch.tokens],
+            world_size=costs.cluster.world_size,
+            name=placed.schedule,
+            switch=change,
+        )
+        program = schedule.program
+        validate(program, costs.layers, forward_only=forward_only)
+        devices = range(costs.cluster.world_size)
+        memory = tuple(self.footprint.device(program, d) for d in devices)
+        return Made(program, placed.schedule, schedule.timeline, memory)
+
+
+def _some_to_move(count: int) -> list[tuple[int, ...]]:
+    """Sets of micro-batches that may move: every second one, soon and in the second half.
+
+    Every second, so that old and new holders compute side by side; not the first ones, whose turn
+    comes before the weights have arrived.
+    """
+    return [tuple(range(2, count, 2)), tuple(range(count // 2, count, 2))]
