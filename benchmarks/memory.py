@@ -46,7 +46,7 @@ from megatron_flex.data.global_batch import GlobalBatch
 from megatron_flex.loop.assemble import Parts, assemble
 from megatron_flex.loop.iteration import Iterations, cost_coefficients, cut
 from megatron_flex.planner.build import Batch
-from megatron_flex.planner.fit import MARGIN, UNTAKEN
+from megatron_flex.planner.limits import MARGIN, UNTAKEN
 from megatron_flex.planner.memory import boundary_bytes
 from megatron_flex.planner.options import PlannerOptions
 from megatron_flex.planner.plan import OPlan, Plan

@@ -53,6 +53,7 @@ from megatron_flex.runtime.executor import Executor, StepInputs
 from megatron_flex.runtime.holdings import Holdings
 from megatron_flex.runtime.optimizer import OptimizerConfig, StepSize
 from megatron_flex.runtime.world import World
+from megatron_flex.schedule.part import part_of
 
 RATE, DECAY, CLIP = 1e-3, 0.1, 1.0
 STEP = StepSize(RATE, DECAY)
@@ -118,7 +119,7 @@ class Through:
         model = executor.holdings.config
         program = build_program(model, self.iterations.plan, parts, 1)
         inputs = StepInputs(lambda m, inputs, targets: packed[m], batch.denominators, STEP)
-        return executor.run(program, inputs).losses[0]
+        return executor.run(part_of(program, 0), inputs).losses[0]
 
 
 def padded(

@@ -88,7 +88,7 @@ def drawn(config: ModelConfig, seed: int, samples: int, budget: int) -> Batch:
 
 def planner_for(config: ModelConfig, cluster: Cluster, **options: object) -> Planner:
     """A planner with the closed-form profile and a split schedule."""
-    given = PlannerOptions(**{"schedule": "zb", "split": True, **options})  # type: ignore[arg-type]
+    given = PlannerOptions(**{"schedule": "zb-h1", **options})  # type: ignore[arg-type]
     return Planner(config, closed_form_profile(config, cluster), cluster, given)
 
 

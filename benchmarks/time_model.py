@@ -104,7 +104,7 @@ def draw_costs(r: np.random.Generator, schedule: str, split: bool) -> ModelCosts
     )
     devices = int(r.integers(2, 9))
     cluster = ideal_cluster(devices)
-    options = PlannerOptions(schedule=schedule, split=split, memory_optimisation=False)
+    options = PlannerOptions(schedule=schedule, memory_optimisation=False)
     profile = closed_form_profile(config, cluster)
     return ModelCosts(config, profile, cluster, options, tuple(range(devices)))
 

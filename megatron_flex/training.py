@@ -14,11 +14,13 @@ from megatron_flex.config.config import Config
 from megatron_flex.data.batches import BatchSource
 from megatron_flex.data.errors import DataError
 from megatron_flex.data.global_batch import GlobalBatch
+from megatron_flex.data.microbatches import CostCoefficients
 from megatron_flex.learning_rate import LearningRateSchedule, ScheduleError
 from megatron_flex.loop.assemble import Parts, assemble
 from megatron_flex.loop.checkpointing import (
     Checkpoints,
     Restored,
+    resumed_coefficients,
     resumed_iteration,
     resumed_samples,
 )
@@ -27,8 +29,9 @@ from megatron_flex.loop.host_copies import HostCopies
 from megatron_flex.loop.iteration import Iterations, cost_coefficients
 from megatron_flex.loop.measures import MemoryMeasure, StallMeter, bubble, memory_ratio
 from megatron_flex.loop.memory import check_memory, memory_of_worker
-from megatron_flex.loop.open_plans import open_plans
+from megatron_flex.loop.open_plans import plans_change
 from megatron_flex.loop.plans import Choice, Recording
+from megatron_flex.loop.steps import Steps
 from megatron_flex.loop.stopping import Stopping
 from megatron_flex.loop.tracing import Tracing
 from megatron_flex.model.attention import check_attention
@@ -105,17 +108,13 @@ class Trainer:
         self.copies = HostCopies(config, world, parts.model.layers.num_slabs)
         first = self.copies.start_from(resumed_iteration(config.checkpoint))
         version = self.copies.found
-        self.plans = open_plans(
-            config,
-            parts,
-            world,
-            first,
-            resumed_samples(config.checkpoint)
-            if version is None or version.common is None
-            else version.common["progress"]["consumed_samples"],
-        )
-        self.choice = self.plans.at(first)
-        plan = self.choice.plan
+        samples = resumed_samples(config.checkpoint)
+        coefficients = resumed_coefficients(config.checkpoint) or cost_coefficients(parts.model)
+        if version is not None and version.common is not None:
+            samples = version.common["progress"]["consumed_samples"]
+            coefficients = CostCoefficients(**version.common["micro_batch_coefficients"])
+        self.steps = Steps(config, parts, world, first, samples, coefficients)
+        plan = self.steps.choice.plan
         exact = config.flexpipe.flexpipe_bitwise
         self.holdings = Holdings(parts.model, plan, world.rank, world.device, exact=exact)
         optimizer = OptimizerConfig(t.adam_beta1, t.adam_beta2, t.adam_eps, t.clip_grad)
@@ -124,7 +123,7 @@ class Trainer:
         if config.evaluation.skip_train:  # needs neither moments nor the same schedule
             stored = replace(stored, load_optim=False)
         self.checkpoints = Checkpoints(stored, world, self.holdings, config.values())
-        self.copies.reserve(self.holdings, plan, changes=self.plans.change)
+        self.copies.reserve(self.holdings, plan, changes=plans_change(config))
         restored = self._restore(plan)
         self.progress = restored.progress
         self.coefficients = restored.coefficients
@@ -177,7 +176,7 @@ class Trainer:
         """The whole run: training, then validation and test, unless training was stopped."""
         if self.config.evaluation.skip_train or self.train():
             self.final_evaluation()
-        self.plans.close()
+        self.steps.close()
         self.trace.close()
         self.checkpoints.close()
         self.copies.close()
@@ -242,16 +241,20 @@ class Trainer:
     def _step(self, source: BatchSource, batch: GlobalBatch) -> StepResult:
         began = time.perf_counter()
         rate = self.schedule.learning_rate
-        current = self.choice
-        following = self._following()
+        current = self.steps.choice
+        micro_batches = self.iterations.cut(batch)
+        told, following = self.steps.next(
+            self.progress.iteration, micro_batches, last=self._is_last()
+        )
         if self.recording is not None:
             self.recording.add(self.progress.iteration, current)
         result = self.iterations.train(
             source,
             batch,
             StepSize(rate, self.schedule.weight_decay),
+            told,
+            micro_batches,
             following=following.plan,
-            late=following.late,
             signals=(*self._signals, self.copies.lost),
             count_zeros=self.config.logging.log_num_zeros_in_grad,
         )
@@ -274,7 +277,7 @@ class Trainer:
             self.progress_log.iteration(flops, batch.tokens)
         elapsed = time.perf_counter() - began
         ratio = memory_ratio(result.measured, self.iterations.room)
-        self.plans.measured(self.progress.iteration - 1, elapsed, ratio)
+        self.steps.measured(self.progress.iteration - 1, elapsed, ratio)
         extra, notes = self._layout(current, result, elapsed)
         params_norm = self._params_norm() if self.config.logging.log_params_norm else None
         log_memory = self.speaks and self.config.logging.log_memory_to_tensorboard
@@ -300,9 +303,8 @@ class Trainer:
                 time=time.time(),
             )
         )
-        changes = not following.plan.keeps(self.iterations.plan)
-        self.choice = following
-        if changes:  # only where a switch is a restart: the others have switched by now
+        if not following.plan.keeps(self.iterations.plan):
+            # Only where a switch is a restart: the others have switched by now.
             self._restart()
         return result
 
@@ -310,7 +312,7 @@ class Trainer:
         directory = self.config.checkpoint.save
         assert directory is not None, "arguments were checked"
         self._save()
-        self.plans.close()
+        self.steps.close()
         self.checkpoints.close()
         self.copies.close()
         self.recorder.close()
@@ -327,7 +329,7 @@ class Trainer:
             notes["iterations over the memory budget"] = str(self.memory.over)
         stall = self.stalls.add(result.measured, switched=self.switched)
         self.switched = self.iterations.plan.stages != choice.plan.stages
-        if not self.plans.change:
+        if not plans_change(self.config):
             return extra, notes
         notes["plan"] = f"({','.join(map(str, choice.plan.degrees))})"
         if choice.action:
@@ -346,12 +348,10 @@ class Trainer:
             notes["memory predicted/measured (MB)"] = "/".join(f"{x / 1e6:.1f}" for x in sizes)
         return extra, notes
 
-    def _following(self) -> Choice:
-        """The plan of the next iteration; after the last one nothing moves any more."""
-        t, upcoming = self.config.training, self.progress.iteration + 1
-        if t.train_samples is None and upcoming >= t.train_iters:
-            return self.choice
-        return self.plans.at(upcoming)
+    def _is_last(self) -> bool:
+        """Whether no iteration can follow the one that runs next."""
+        t = self.config.training
+        return t.train_samples is None and self.progress.iteration + 1 >= t.train_iters
 
     def _params_norm(self) -> float:
         """L2 norm of all parameters, over all workers."""
@@ -368,7 +368,7 @@ class Trainer:
         if source is None or batches == 0:
             return ()
         size = self.config.training.global_batch_size
-        found = evaluate(self.iterations, source, size, batches, lambda: self._signals)
+        found = evaluate(self.iterations, self.steps, source, size, batches, lambda: self._signals)
         if any(found.signals):
             return found.signals
         if batches is not None and found.samples < batches * size:

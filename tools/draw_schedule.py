@@ -33,8 +33,8 @@ from megatron_flex.planner.plan import Plan, PlanError, Stage
 from megatron_flex.schedule import draw
 from megatron_flex.schedule.costs import OpCosts
 from megatron_flex.schedule.list_scheduler import POLICIES, policy, search, simulate
-from megatron_flex.schedule.operations import OpKind
-from megatron_flex.schedule.placement import Placement, positions
+from megatron_flex.schedule.operations import Floats, Integers, OpKind
+from megatron_flex.schedule.placement import Placement, Problem, positions
 from megatron_flex.schedule.replay import replay_program
 from megatron_flex.schedule.text import load
 
@@ -118,44 +118,53 @@ def planned_and_actual(path: Path, iteration: int | None) -> dict[str, Placement
     if iteration not in notes:
         raise ValueError(f"it has iterations {min(notes)} to {max(notes)}, not {iteration}")
     note = notes[iteration]
-    plan, route = Plan.parse(note["plan"]), tuple(map(tuple, note["route"]))
-    stages, batches = len(plan.stages), len(note["tokens"])
-    kinds = {"Forward": OpKind.FORWARD, "Backward": OpKind.BACKWARD}
+    plan, batches = Plan.parse(note["plan"]), len(note["tokens"])
+    stages = len(plan.stages)
     spans = []
     for event in events:
-        if event.get("name") in kinds and event["args"]["iteration"] == iteration:
+        kind = _KINDS.get(event.get("name"))
+        if kind is not None and event["args"]["iteration"] == iteration:
             words = dict(word.split("=") for word in event["args"]["what"].split())
-            place = kinds[event["name"]] * stages + int(words["stage"])
-            code = place * batches + int(words["micro_batch"])
-            spans.append((event["ts"] / 1e6, event["dur"] / 1e6, event["pid"], code))
-    spans.sort()
+            code = (kind * stages + int(words["stage"])) * batches + int(words["micro_batch"])
+            began, stop = event["ts"] / 1e6, (event["ts"] + event["dur"]) / 1e6
+            planned = event["args"].get("planned", (0.0, 0.0))
+            spans.append((code, event["pid"], (began, stop), tuple(planned)))
     if not spans:
         raise ValueError(f"iteration {iteration} has no operations")
-    costs = _costs(note["costs"], sum(seconds for _, seconds, _, _ in spans))
-    planned = simulate(plan, costs, policy(note["schedule"]), table=route)
-    begin = spans[0][0]
-    start, finish = [0.0] * len(spans), [0.0] * len(spans)
-    order: list[list[int]] = [[] for _ in range(planned.problem.num_devices)]
-    for at, seconds, device, code in spans:
-        start[code], finish[code] = at - begin, at - begin + seconds
-        order[device].append(code)
-    sequence = positions(np.array([code for *_, code in spans]))
-    orders = tuple(np.array(codes, dtype=np.int64) for codes in order)
-    actual = Placement(planned.problem, orders, np.array(start), np.array(finish), sequence,
-                       max(finish), planned.peak)  # fmt: skip
-    return {"planned": planned, "actual": actual}
+    spans.sort()
+    kinds = len(spans) // (stages * batches)
+    if [code for code, *_ in spans] != list(range(kinds * stages * batches)):
+        raise ValueError(f"iteration {iteration} lacks operations")
+    devices = np.array([device for _, device, *_ in spans])
+    route = devices[: stages * batches].reshape(stages, batches)
+    problem = Problem(
+        plan,
+        OpCosts.uniform(stages, batches, activation=0.0),
+        tuple(map(tuple, route.tolist())),
+        split=kinds == 3,
+    )
+    times = {
+        "planned": np.array([planned for *_, planned in spans]),
+        "actual": np.array([went for *_, went, _ in spans]),
+    }
+    return {name: _placement(problem, devices, found) for name, found in times.items()}
 
 
-def _costs(relative: dict[str, list[list[float]]], seconds: float) -> OpCosts:
-    """Relative costs, scaled to so much work in all."""
-    tables = {name: tuple(map(tuple, relative[name])) for name in _TABLES}
-    work = ("forward", "backward_input", "backward_weight")
-    scale = seconds / sum(sum(map(sum, tables[name])) for name in work)
-    scaled = {name: tuple(tuple(scale * x for x in row) for row in tables[name]) for name in work}
-    return OpCosts(
-        scaled["forward"], scaled["backward_input"], scaled["backward_weight"],
-        tables["transfer"], tables["activation"],
-    )  # fmt: skip
+_KINDS = {
+    "Forward": OpKind.FORWARD,
+    "Backward": OpKind.BACKWARD,
+    "BackwardInput": OpKind.BACKWARD,
+    "BackwardWeight": OpKind.WEIGHT,
+}
+
+
+def _placement(problem: Problem, devices: Integers, times: Floats) -> Placement:
+    """Operations as they ran; ``times``: start and stop of each, from any origin."""
+    start, finish = (times - times[:, 0].min()).T
+    sequence = np.lexsort((np.arange(len(start)), finish, start))
+    orders = tuple(sequence[devices[sequence] == d] for d in range(problem.num_devices))
+    peak = (0.0,) * problem.num_devices
+    return Placement(problem, orders, start, finish, positions(sequence), float(finish.max()), peak)
 
 
 def main(given: Sequence[str] | None = None) -> int:

@@ -80,7 +80,6 @@ def parser() -> argparse.ArgumentParser:
         "--schedule", choices=[*POLICIES], default="1f1b",
         help="schedule that executes the plan; the trainer has 1f1b and gpipe",
     )  # fmt: skip
-    p.add_argument("--v", action="store_true", help="also consider plans in a V")
     p.add_argument("--time-model", choices=["pipeline", "paper"], default="pipeline",
                    help="paper: eq. 1, for --planner hbsa")  # fmt: skip
     p.add_argument("--memory-budget-gb", type=float, help="of a device; default: the cluster's")
@@ -135,8 +134,6 @@ def options(args: argparse.Namespace) -> PlannerOptions:
         planner="lookahead" if args.planner == "greedy" else args.planner,
         unit=args.unit,
         schedule=args.schedule,
-        split=args.schedule.startswith("zb"),
-        v=args.v,
         time_model=args.time_model,
         memory_optimisation=not args.no_memory_optimisation,
         bounds=not args.no_bounds,

@@ -194,6 +194,14 @@ def resumed_samples(options: CheckpointOptions) -> int:
     return int(read_common(found[0], found[2])["progress"]["consumed_samples"])
 
 
+def resumed_coefficients(options: CheckpointOptions) -> CostCoefficients | None:
+    """What the run to be started has cut micro-batches by so far; ``None``: it is a new one."""
+    found = find(options)
+    if found is None or found[1].finetune:
+        return None
+    return CostCoefficients(**read_common(found[0], found[2])["micro_batch_coefficients"])
+
+
 def saved_arguments(options: CheckpointOptions) -> dict[str, Any]:
     """The arguments that the checkpoint of ``--load`` was written with."""
     assert options.load is not None

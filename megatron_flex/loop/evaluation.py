@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from megatron_flex.data.batches import BatchSource
 from megatron_flex.loop.iteration import Iterations
+from megatron_flex.loop.steps import Steps
 from megatron_flex.model.config import loss_names
 
 
@@ -25,6 +26,7 @@ class Evaluation:
 
 def evaluate(
     iterations: Iterations,
+    steps: Steps,
     source: BatchSource,
     batch_size: int,
     batches: int | None,
@@ -44,8 +46,11 @@ def evaluate(
     tokens = samples = 0
     agreed: tuple[bool, ...] = ()
     for first in range(0, wanted, batch_size):
-        batch = source.batch(first, min(batch_size, wanted - first))
-        result = iterations.evaluate(source, batch, signals())
+        size = min(batch_size, wanted - first)
+        batch = source.batch(first, size)
+        micro_batches = iterations.cut(batch)
+        told = steps.evaluation(iterations.plan, source, first, size, micro_batches)
+        result = iterations.evaluate(source, batch, told, micro_batches, signals())
         for i, (mean, count) in enumerate(zip(result.losses, batch.denominators, strict=True)):
             sums[i] += mean * count
             counts[i] += count

@@ -1,10 +1,8 @@
-"""One iteration from its place in the data to its result: batch, micro-batches, program, run."""
+"""One iteration from its batch and its part of the program to its result."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 
 from megatron_flex.config.config import Config
 from megatron_flex.data.batches import BatchSource
@@ -13,27 +11,17 @@ from megatron_flex.data.microbatch import MicroBatch
 from megatron_flex.data.microbatches import CostCoefficients, cut_by_count, cut_by_tokens
 from megatron_flex.loop.reader import Reader
 from megatron_flex.model.config import ModelConfig
-from megatron_flex.planner.fit import allowance, room_for_messages
 from megatron_flex.planner.flops import model_work, total_work
-from megatron_flex.planner.footprint import Footprint
+from megatron_flex.planner.limits import room_for_messages
+from megatron_flex.planner.memory import slab_elements
+from megatron_flex.planner.package import Received
 from megatron_flex.planner.plan import Plan
-from megatron_flex.programs import build_program
-from megatron_flex.runtime.executor import (
-    Executor,
-    StepInputs,
-    StepResult,
-    reduction_groups,
-    used_groups,
-)
+from megatron_flex.runtime.executor import Executor, StepInputs, StepResult
 from megatron_flex.runtime.memory import Expected
 from megatron_flex.runtime.optimizer import StepSize
+from megatron_flex.schedule.compact import groups_of
 from megatron_flex.schedule.emit import switch_only
-from megatron_flex.schedule.instructions import Program
-from megatron_flex.schedule.transition import Transition, transition
-from megatron_flex.schedule.validate import validate
-
-# Programs that were validated are remembered by plan and number of micro-batches, up to this many.
-_REMEMBERED = 4096
+from megatron_flex.schedule.transition import transition
 
 
 def cost_coefficients(config: ModelConfig) -> CostCoefficients:
@@ -61,7 +49,7 @@ def cut(
 class Iterations:
     """Runs iterations; ``plan`` is the layout that the devices are in.
 
-    ``last``: the program that ran last, and its micro-batches.
+    ``last``: what this worker was told to do last, and the micro-batches.
     """
 
     config: Config
@@ -70,121 +58,90 @@ class Iterations:
     coefficients: CostCoefficients
 
     def __post_init__(self) -> None:
-        self.last: tuple[Program, tuple[MicroBatch, ...]] | None = None
+        self.last: tuple[Received, tuple[MicroBatch, ...]] | None = None
         self._reader = Reader(self.config.data.num_workers)
-        self._validated: set[tuple[Plan, Plan | None, int, bool]] = set()
-        f = self.config.flexpipe
-        model = self.executor.holdings.config
-        self._footprint = Footprint(model, exact=f.flexpipe_bitwise)
-        self._budget = f.memory_budget
+        self._budget = self.config.flexpipe.memory_budget
 
     @property
     def room(self) -> float:
         """Bytes for messages that peers have not taken, which the plan of ``last`` left free."""
         if self.last is None:
             return 0.0
-        return self._room(*self.last)
-
-    def _room(self, program: Program, micro_batches: Sequence[MicroBatch]) -> float:
+        told, micro_batches = self.last
         largest = float(max(m.tokens for m in micro_batches))
         model = self.executor.holdings.config
-        return room_for_messages(model, len(program.plan.stages), largest)
+        return room_for_messages(model, len(told.part.plan.stages), largest)
+
+    def cut(self, batch: GlobalBatch) -> tuple[MicroBatch, ...]:
+        """The micro-batches of a global batch."""
+        return cut(self.config, batch, self.coefficients)
 
     def train(
         self,
         source: BatchSource,
         batch: GlobalBatch,
         step_size: StepSize,
+        told: Received,
+        micro_batches: tuple[MicroBatch, ...],
         *,
         following: Plan,
-        late: frozenset[tuple[int, int]] = frozenset(),
         signals: tuple[bool, ...] = (),
         count_zeros: bool = False,
     ) -> StepResult:
-        """Train on ``batch`` and leave the layout ``following`` behind.
-
-        ``late``: (slab, device) pairs without room for an early copy, handed over after the update.
-        """
+        """Train on ``batch`` as this worker is told, and leave the layout ``following`` behind."""
         way = self.config.flexpipe.flexpipe_switch
-        change = None
+        inputs = StepInputs(
+            self._reader,
+            batch.denominators,
+            step_size,
+            signals,
+            count_zeros,
+            Expected(*told.memory, self._budget),
+        )
+        result = self._run(source, told, micro_batches, inputs)
         if not following.keeps(self.plan) and way != "restart":
-            change = transition(
-                self.plan,
-                following,
-                self.executor.holdings.config.layers,
-                late=late if way == "live" else None,
-                elements=self._footprint.elements,
-            )
-        within = None if way == "stall" else change
-        result = self._run(source, batch, StepInputs(
-            self._reader, batch.denominators, step_size, signals, count_zeros
-        ), within)  # fmt: skip
-        if change is not None:
             if way == "stall":
-                self._stall(change)
+                self._stall(following)
             self.executor.holdings.adopt(following)
         if way != "restart":
             self.plan = following
         return result
 
     def evaluate(
-        self, source: BatchSource, batch: GlobalBatch, signals: tuple[bool, ...] = ()
+        self,
+        source: BatchSource,
+        batch: GlobalBatch,
+        told: Received,
+        micro_batches: tuple[MicroBatch, ...],
+        signals: tuple[bool, ...] = (),
     ) -> StepResult:
         """Losses of ``batch``, without an update."""
         inputs = StepInputs(self._reader, batch.denominators, signals=signals)
-        return self._run(source, batch, inputs, None)
+        return self._run(source, told, micro_batches, inputs)
 
     def _run(
         self,
         source: BatchSource,
-        batch: GlobalBatch,
+        told: Received,
+        micro_batches: tuple[MicroBatch, ...],
         inputs: StepInputs,
-        change: Transition | None,
     ) -> StepResult:
-        world, model = self.executor.world, self.executor.holdings.config
-        micro_batches = cut(self.config, batch, self.coefficients)
-        evaluate = inputs.step_size is None
-        live = self.config.flexpipe.flexpipe_switch == "live"
-        build = partial(
-            build_program,
-            model,
-            self.plan,
-            micro_batches,
-            world.size,
-            policy=self.config.flexpipe.flexpipe_schedule,
-            forward_only=evaluate,
-            switch=change,
-        )
-        program = build(moved=None if live else ())
-        if program.held is not None and not self._fits(program, micro_batches):
-            program = build(moved=())  # live migration takes memory on both sides
-        if not evaluate:
-            expected = Expected(*self._footprint.device(program, world.rank), self._budget)
-            inputs = replace(inputs, memory=expected)
-        key = (program.plan, program.next_plan, len(micro_batches), evaluate)
-        if key not in self._validated:
-            validate(program, model.layers, forward_only=evaluate)
-            if len(self._validated) >= _REMEMBERED:
-                self._validated.clear()
-            self._validated.add(key)
-        if world.reductions is not None and not evaluate:
-            world.reductions.prepare(reduction_groups([program]))
-        self.last = (program, micro_batches)
-        self._reader.start(source, micro_batches, program, world.rank)
-        return self.executor.run(program, inputs)
-
-    def _fits(self, program: Program, micro_batches: Sequence[MicroBatch]) -> bool:
-        if self._budget is None:
-            return True
-        allowed = allowance(self._budget, self._room(program, micro_batches))
-        return max(self._footprint.peaks(program)) <= allowed
-
-    def _stall(self, change: Transition) -> None:
-        """Everybody stops, state moves, everybody goes on."""
         world = self.executor.world
+        if world.reductions is not None and inputs.step_size is not None:
+            world.reductions.prepare(set(told.part.groups))
+        self.last = (told, micro_batches)
+        self._reader.start(source, micro_batches, told.part)
+        return self.executor.run(told.part, inputs)
+
+    def _stall(self, following: Plan) -> None:
+        """Everybody stops, state moves, everybody goes on."""
+        world, model = self.executor.world, self.executor.holdings.config
+        change = transition(
+            self.plan, following, model.layers, late=None, elements=slab_elements(model)
+        )
         world.barrier()
-        lists = switch_only(change, self.executor.holdings.config.layers, world.size)
+        lists = switch_only(change, model.layers, world.size)
         if world.reductions is not None:
-            world.reductions.prepare(used_groups(lists))
+            world.reductions.prepare(set(groups_of(lists)))
         self.executor.switch(lists[world.rank])
         world.barrier()

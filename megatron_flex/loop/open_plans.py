@@ -6,23 +6,29 @@ from dataclasses import replace
 
 from megatron_flex.config.config import Config
 from megatron_flex.loop.assemble import Parts
+from megatron_flex.loop.desk import Desk
+from megatron_flex.loop.lengths import Lengths
 from megatron_flex.loop.planned import PlannedPlans
-from megatron_flex.loop.plans import Plans, ScriptedPlans, StaticPlan, read_plans
-from megatron_flex.runtime.world import World
+from megatron_flex.loop.plans import Choice, Plans, ScriptedPlans, read_plans
 
 
-def open_plans(config: Config, parts: Parts, world: World, iteration: int, samples: int) -> Plans:
-    """The source of plans that the flags ask for.
+def plans_change(config: Config) -> bool:
+    """Whether a run ever changes its plan."""
+    return config.flexpipe.flexpipe or config.flexpipe.flexpipe_plans is not None
 
-    The run starts at ``iteration``, after ``samples`` samples.
-    """
-    model, static = parts.model, parts.plan
+
+def open_plans(
+    config: Config, parts: Parts, desk: Desk, lengths: Lengths | None, iteration: int
+) -> Plans:
+    """The source of plans that the flags ask for; the run starts at ``iteration``."""
+    model = parts.model
     if config.flexpipe.flexpipe:
-        return PlannedPlans(config, parts, world, iteration, samples)
+        assert lengths is not None, "a planner needs training data"
+        return PlannedPlans(config, parts.plan, desk, lengths, iteration)
     path = config.flexpipe.flexpipe_plans
-    if path is not None:
-        choices = read_plans(path, model.layers.num_units, config.world_size)
-        if config.parallel.use_distributed_optimizer:
-            choices = [replace(c, plan=c.plan.sharded()) for c in choices]
-        return ScriptedPlans(choices)
-    return StaticPlan(static)
+    if path is None:
+        return ScriptedPlans([Choice(parts.plan)])
+    choices = read_plans(path, model.layers.num_units, config.world_size)
+    if config.parallel.use_distributed_optimizer:
+        choices = [replace(c, plan=c.plan.sharded()) for c in choices]
+    return ScriptedPlans(choices)

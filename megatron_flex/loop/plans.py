@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from megatron_flex.planner.plan import Plan, PlanError
 
@@ -32,17 +32,28 @@ class Choice:
     late: frozenset[tuple[int, int]] = frozenset()
     uncorrected: float | None = None
 
+    def to_json(self) -> dict[str, Any]:
+        """What the first worker tells the others."""
+        return {**vars(self), "plan": str(self.plan), "late": sorted(self.late)}
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Choice:
+        """Read :meth:`to_json`'s form."""
+        late = frozenset((slab, device) for slab, device in data["late"])
+        return cls(**{**data, "plan": Plan.parse(data["plan"]), "late": late})
+
 
 class Plans(Protocol):
-    """Where plans come from. Equal answers on every worker. ``change``: whether they ever do."""
-
-    change: bool
+    """Where plans come from; on the first worker only, which tells the others."""
 
     def at(self, iteration: int) -> Choice:
         """The plan that iteration ``iteration`` (from 0) runs on.
 
-        Asked for the first iteration of a run, then in order for each that follows; collective.
+        Asked for the first iteration of a run, then in order for each that follows.
         """
+
+    def ahead(self, iteration: int) -> Choice | None:
+        """The plan of a later iteration, where it is settled already."""
 
     def measured(self, iteration: int, seconds: float, memory: float) -> None:
         """What an iteration took, to correct predictions with.
@@ -50,44 +61,23 @@ class Plans(Protocol):
         ``memory``: the largest ratio of measured to predicted bytes of a device; 0 if unknown.
         """
 
-    def close(self) -> None:
-        """End what works in the background."""
-
-
-@dataclass
-class StaticPlan:
-    """One plan for the whole run."""
-
-    plan: Plan
-    change: bool = False
-
-    def at(self, iteration: int) -> Choice:
-        """The plan."""
-        return Choice(self.plan)
-
-    def measured(self, iteration: int, seconds: float, memory: float) -> None:
-        """Nobody plans."""
-
-    def close(self) -> None:
-        """Nothing to end."""
-
 
 @dataclass
 class ScriptedPlans:
-    """A plan for each iteration, from a file; the last one stays."""
+    """A plan for each iteration; the last one stays."""
 
-    choices: list[Choice] = field(default_factory=list)
-    change: bool = True
+    choices: list[Choice]
 
     def at(self, iteration: int) -> Choice:
         """The plan in line ``iteration``."""
         return self.choices[min(iteration, len(self.choices) - 1)]
 
+    def ahead(self, iteration: int) -> Choice | None:
+        """The same: all are settled."""
+        return self.at(iteration)
+
     def measured(self, iteration: int, seconds: float, memory: float) -> None:
         """Nobody plans."""
-
-    def close(self) -> None:
-        """Nothing to end."""
 
 
 _LATE = re.compile(r"(\d+)@(\d+)")

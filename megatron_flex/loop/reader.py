@@ -8,7 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from megatron_flex.data.batches import BatchSource
 from megatron_flex.data.microbatch import MicroBatch
 from megatron_flex.data.packed import PackedBatch
-from megatron_flex.schedule.instructions import Forward, Program
+from megatron_flex.schedule.part import Part
 
 # A read is a few milliseconds from memory; a network file system may take long. Seconds.
 READ_TIMEOUT = 600.0
@@ -21,21 +21,14 @@ class Reader:
         self._pool = ThreadPoolExecutor(threads, "reader") if threads else None
         self._futures: dict[int, Future[PackedBatch]] = {}
 
-    def start(
-        self, source: BatchSource, micro_batches: Sequence[MicroBatch], program: Program, rank: int
-    ) -> None:
-        """Begin to read what ``rank`` needs in ``program``, in the order in which it needs it."""
+    def start(self, source: BatchSource, micro_batches: Sequence[MicroBatch], part: Part) -> None:
+        """Begin to read what a worker needs for its part, in the order in which it needs it."""
         self._source, self._micro_batches = source, micro_batches
         self._futures = {}
         if self._pool is None:
             return
-        route = program.route
-        for op in program.instructions[rank]:
-            if isinstance(op, Forward) and op.micro_batch not in self._futures:
-                m = op.micro_batch
-                self._futures[m] = self._pool.submit(
-                    self._read, m, route[0][m] == rank, route[-1][m] == rank
-                )
+        for micro_batch, (inputs, targets) in part.read.items():
+            self._futures[micro_batch] = self._pool.submit(self._read, micro_batch, inputs, targets)
 
     def __call__(self, micro_batch: int, inputs: bool, targets: bool) -> PackedBatch:
         """The tensors of a micro-batch (``StepInputs.packed``)."""

@@ -1,12 +1,9 @@
-"""Writes what each worker did into a trace, with what the schedule expected of it."""
+"""Writes what each worker did into a trace, beside what its program was predicted to take."""
 
 from __future__ import annotations
 
-from dataclasses import asdict
-from typing import Any
-
 from megatron_flex.loop.iteration import Iterations
-from megatron_flex.planner.ordering import op_costs
+from megatron_flex.planner.package import computes
 from megatron_flex.runtime.world import World
 from megatron_flex.telemetry.trace import TraceWriter, join
 
@@ -25,9 +22,22 @@ class Tracing:
         """Append the iteration that has just run."""
         if self._writer is None:
             return
+        last = self._iterations.last
+        assert last is not None
+        told, micro_batches = last
+        about = None
+        if self._world.rank == 0:
+            about = {
+                "plan": str(told.part.plan),
+                "tokens": [m.tokens for m in micro_batches],
+                "schedule": told.schedule,
+                "seconds": told.seconds,
+            }
         spans = self._iterations.executor.clock.spans
-        about = self._about() if self._world.rank == 0 else None
-        self._writer.add(iteration, ((s.instruction, s.start, s.stop) for s in spans), about)
+        planned = zip(computes(told.part.instructions), told.planned, strict=True)
+        self._writer.add(
+            iteration, ((s.instruction, s.start, s.stop) for s in spans), about, dict(planned)
+        )
         spans.clear()
 
     def close(self) -> None:
@@ -38,17 +48,3 @@ class Tracing:
         self._world.barrier()
         if self._world.rank == 0:
             join(self._path, self._world.size)
-
-    def _about(self) -> dict[str, Any]:
-        """Plan, routing and relative costs: what ``tools/draw_schedule.py`` draws as planned."""
-        last = self._iterations.last
-        assert last is not None
-        program, micro_batches = last
-        model = self._iterations.executor.holdings.config
-        return {
-            "plan": str(program.plan),
-            "route": program.route,
-            "tokens": program.tokens,
-            "schedule": self._iterations.config.flexpipe.flexpipe_schedule,
-            "costs": asdict(op_costs(model, program.plan, micro_batches)),
-        }

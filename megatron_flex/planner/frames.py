@@ -1,4 +1,4 @@
-"""Messages between a worker and the planner's process: a line of JSON, then bytes that it counts."""
+"""Messages between a worker and the planner's process: a line of JSON, then raw bytes."""
 
 from __future__ import annotations
 

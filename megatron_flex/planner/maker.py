@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
-from dataclasses import dataclass
+from collections.abc import Collection
+from dataclasses import dataclass, replace
 
 from megatron_flex.planner.build import Batch, ModelCosts
 from megatron_flex.planner.footprint import Footprint
@@ -96,32 +98,52 @@ class Maker:
             less += over * (1 + attempt)
         return made
 
-    def switch(self, plan: Plan, batch: Batch, change: Transition, *, live: bool = True) -> Made:
+    def switch(
+        self,
+        plan: Plan,
+        batch: Batch,
+        change: Transition,
+        *,
+        moved: Collection[int] | None = None,
+    ) -> Made:
         """The program of an iteration that ends in another plan.
 
         Args:
-            live: micro-batches may run by the next plan already, where that gains time and fits.
+            moved: micro-batches that run by the next plan already (live migration); ``None`` moves
+                some where that gains time and fits.
         """
         kept = self.keep(plan, batch)
         placed = Placed(kept.schedule, kept.timeline.placement)
+        if moved is not None:
+            migrated = self._migrated(placed, batch, change, moved) if moved else placed
+            assert migrated is not None  # only a finite stop gives None
+            return self._finish(migrated, batch, change)
         made = self._finish(placed, batch, change)
-        if not live:
-            return made
-        layers = self.costs.layers
-        new_costs = op_costs(self.costs, change.next_plan, batch)
-        new_table = route(change.next_plan, new_costs)
         best = placed.placement.makespan * (1.0 - MIGRATION_GAIN)
-        for moved in filter(None, _some_to_move(len(batch.tokens))):
-            migration = migrate(change, placed.placement.problem.route, new_table, moved, layers)
-            found = place_plan(
-                self.costs, migration.plan, batch, table=migration.route, stop=best
-            )
+        for some in filter(None, _some_to_move(len(batch.tokens))):
+            found = self._migrated(placed, batch, change, some, best)
             if found is None or found.placement.makespan >= best:
                 continue
             trial = self._finish(found, batch, change)
             if trial.peak <= self.allowed(plan, batch):  # both sides take memory
                 best, made = found.placement.makespan, trial
         return made
+
+    def _migrated(
+        self,
+        placed: Placed,
+        batch: Batch,
+        change: Transition,
+        moved: Collection[int],
+        stop: float = math.inf,
+    ) -> Placed | None:
+        """The placement in which ``moved`` micro-batches run by the next plan where they can."""
+        costs = self.costs
+        new_table = route(change.next_plan, op_costs(costs, change.next_plan, batch))
+        old_table = placed.placement.problem.route
+        migration = migrate(change, old_table, new_table, moved, costs.layers)
+        plan = replace(migration.plan, schedule=placed.schedule)
+        return place_plan(costs, plan, batch, table=migration.route, stop=stop)
 
     def _finish(self, placed: Placed, batch: Batch, change: Transition | None) -> Made:
         costs = self.costs

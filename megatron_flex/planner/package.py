@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import xxhash
+from numpy.typing import NDArray
 
 from megatron_flex.planner.maker import Made
 from megatron_flex.planner.plan import Plan
@@ -81,7 +82,7 @@ def pack(made: Made, name: str, squares: Sequence[int], *, times: bool = False) 
     placement = made.timeline.placement
     parts = []
     for device, words in enumerate(lists):
-        spans = np.zeros((0, 2))
+        spans: NDArray[np.float64] = np.zeros((0, 2))
         if times and device < len(placement.order):
             own = placement.order[device]
             spans = np.stack([placement.start[own], placement.finish[own]], axis=1)

@@ -112,7 +112,7 @@ class Plan:
     """Stages in pipeline order. A device may hold several stages; some devices may be idle.
 
     ``o_plan`` and ``schedule`` are part of the plan, but not of its layout: compare ``stages`` for
-    that. ``schedule``: name of the policy that orders its operations; empty: as the run's flags say.
+    that. ``schedule``: name of the policy that orders its operations; empty: as the flags say.
     """
 
     stages: tuple[Stage, ...]

@@ -32,11 +32,11 @@ from megatron_flex.cluster.profile import Profile
 from megatron_flex.data.global_batch import GlobalBatch
 from megatron_flex.data.microbatches import CostCoefficients, cut_by_count, cut_by_tokens
 from megatron_flex.model.config import ModelConfig
+from megatron_flex.planner import frames
 from megatron_flex.planner.build import Batch
 from megatron_flex.planner.closed_form import closed_form_profile
 from megatron_flex.planner.decision import Decision, Infeasible
 from megatron_flex.planner.exhaustive import exhaustive
-from megatron_flex.planner import frames
 from megatron_flex.planner.hbsa import Hbsa
 from megatron_flex.planner.limits import MARGIN
 from megatron_flex.planner.lookahead import Lookahead
@@ -164,6 +164,13 @@ class Question:
     memory: tuple[float, ...] = ()
     name: str = ""
 
+    @property
+    def keep(self) -> Task | None:
+        """The iteration before it as a task, if it keeps its plan."""
+        if self.running is None or not self.name:
+            return None
+        return Task(self.name, self.running, self.running_lengths)
+
     def to_json(self) -> dict[str, Any]:
         """As a message."""
         return {"question": asdict(self)}
@@ -251,9 +258,7 @@ class Done:
             at += size
         header = data["header"]
         package = None if header is None else Package(header, tuple(parts))
-        return cls(
-            Task.from_json(data), package, data["problem"], data["seconds"], data["asked"]
-        )
+        return cls(Task.from_json(data), package, data["problem"], data["seconds"], data["asked"])
 
 
 class Service:
@@ -311,20 +316,21 @@ class Service:
         late: tuple[tuple[int, int], ...] = ()
         if running is not None:
             moves = switch(self.planner.units, running, decision.plan).moves
-            late = tuple((m.slab, m.device) for m in moves if m.way is Way.HAND_OVER)
+            pairs = ((m.slab, m.device) for m in moves if m.way is Way.HAND_OVER)
+            late = tuple(sorted(pairs))
         return Answer(question.iteration, decision, self.factor, late=late)
 
     def replies(self, question: Question) -> Iterator[Done | Answer]:
         """Programs of the iteration that runs, and the decision for the one that comes."""
-        if question.running is None or not question.name:
+        if question.keep is None:
             yield self.answer(question)
             return
-        keep = Task(question.name, question.running, question.running_lengths)
+        keep = question.keep
         yield replace(self.done(keep), asked=False)
         answer = self.answer(question)
         if answer.decision is not None:
             plan = answer.decision.plan
-            if self.moves and not plan.keeps(Plan.parse(question.running)):
+            if self.moves and not plan.keeps(Plan.parse(keep.plan)):
                 task = replace(keep, following=str(plan), late=answer.late)
                 yield replace(self.done(task), asked=False)
         yield answer
@@ -352,7 +358,8 @@ class Service:
         change = self._change(plan, task)
         if change is None:
             return maker.keep(plan, batch, forward_only=task.forward_only)
-        return maker.switch(plan, batch, change, live=self._setup.switch == "live")
+        moved = None if self._setup.switch == "live" else ()
+        return maker.switch(plan, batch, change, moved=moved)
 
     def _change(self, plan: Plan, task: Task) -> Transition | None:
         """The switch within a task's iteration."""

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from megatron_flex.schedule.instructions import GlobalNorm, Program, SendState, StateOp
+from megatron_flex.schedule.instructions import SendState, StateOp
+from megatron_flex.schedule.part import Part
 from megatron_flex.twinlayer.arena import Entry
 from megatron_flex.twinlayer.hand_overs import HandOver, HandOvers
 
@@ -56,26 +57,23 @@ class ArenaTransport:
         self._places.clear()
         self._hand_overs = hand_overs
 
-    def prepare(self, program: Program, state_bytes: Callable[[int], int]) -> None:
-        """Take places for this worker's hand-overs in ``program``, in the background.
+    def prepare(self, part: Part, state_bytes: Callable[[int], int]) -> None:
+        """Take places for this worker's hand-overs in an iteration, in the background.
 
         ``state_bytes(slab)`` is the size of a slab's state.
         """
         self.open = False
         self._places.clear()
-        if program.next_plan is None or self._hand_overs is None:
+        if not part.hand_overs or self._hand_overs is None:
             return
         readers: Counter[tuple[int, int]] = Counter()
         mine: dict[tuple[int, int], None] = {}  # in the order of the program
         here = self._servers[self._rank]
-        for source, instructions in enumerate(program.instructions):
-            if self._servers[source] != here:
-                continue
-            for op in _after_norm(instructions):
-                if self._servers[op.peer] == here:
-                    readers[source, op.slab] += 1
-                    if self._rank in (source, op.peer) and state_bytes(op.slab):
-                        mine[source, op.slab] = None
+        for slab, source, target in part.hand_overs:
+            if self._servers[source] == here == self._servers[target]:
+                readers[source, slab] += 1
+                if self._rank in (source, target) and state_bytes(slab):
+                    mine[source, slab] = None
         if readers:
             self._serial += 1
         if mine:
@@ -101,14 +99,3 @@ class ArenaTransport:
                 return None
             self._places[key] = Place(self._hand_overs, entry)
         return self._places[key]
-
-
-def _after_norm(instructions: Sequence[object]) -> list[SendState]:
-    """What a device sends after the global norm, in order."""
-    sends: list[SendState] = []
-    for op in reversed(instructions):
-        if isinstance(op, GlobalNorm):
-            break
-        if isinstance(op, SendState):
-            sends.append(op)
-    return sends[::-1]

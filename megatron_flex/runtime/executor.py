@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import astuple, dataclass, field, fields, replace
@@ -42,7 +42,6 @@ from megatron_flex.schedule.instructions import (
     GatherParameters,
     GlobalNorm,
     Instruction,
-    Program,
     Recut,
     RecvActivation,
     RecvGradient,
@@ -57,6 +56,7 @@ from megatron_flex.schedule.instructions import (
     SquaredNorm,
     UpdateOrSkip,
 )
+from megatron_flex.schedule.part import Part
 from megatron_flex.schedule.residency import Key, Travels, at_once, travels
 
 
@@ -106,7 +106,7 @@ class StepResult:
 class _Run:
     """State of one execution. Keys are (stage, micro-batch)."""
 
-    program: Program
+    part: Part
     inputs: StepInputs
     training: bool
     losses: torch.Tensor
@@ -127,7 +127,7 @@ class _Run:
     result: StepResult | None = None
 
     def __post_init__(self) -> None:
-        o_plan = self.program.plan.o_plan
+        o_plan = self.part.plan.o_plan
         self.recompute = frozenset(o_plan.recompute if self.training else ())
         self.at_once = at_once(o_plan)
         #: Of passes whose backward is split.
@@ -162,17 +162,17 @@ class Executor:
         self._activations = ActivationOffload(world.device)
         self._after_norm = (0.0, 0.0)  # peak bytes of the last updates, and as predicted
 
-    def run(self, program: Program, inputs: StepInputs) -> StepResult:
+    def run(self, part: Part, inputs: StepInputs) -> StepResult:
         """Execute this device's list. Without a ``step_size`` it evaluates: no gradients."""
         training = inputs.step_size is not None
-        instructions = program.instructions[self.world.rank]
+        instructions = part.instructions
         unknown = {type(i).__name__ for i in instructions} - {c.__name__ for c in HANDLERS}
         if unknown:
             raise ValueError(f"the program has instructions that no handler runs: {unknown}")
         device = self.world.device
-        count, slabs = len(program.tokens), self.holdings.config.layers.num_slabs
+        count, slabs = len(part.tokens), self.holdings.config.layers.num_slabs
         run = _Run(
-            program,
+            part,
             inputs,
             training,
             torch.zeros(count, len(inputs.denominators), dtype=torch.float64, device=device),
@@ -181,16 +181,16 @@ class Executor:
         )
         run.ahead.update(i.micro_batch for i in instructions if isinstance(i, Compute))
         if training:
-            run.travels = travels(instructions, program.plan)
+            run.travels = travels(instructions, part.plan)
             halves = (i for i in instructions if isinstance(i, BackwardWeight))
             run.tapes = {(i.stage, i.micro_batch): Tape() for i in halves}
         clock = self.clock
         clock.begin()
         self.holdings.train(training)
         if training:
-            self._place(program.plan.o_plan.optimizer)
+            self._place(part.plan.o_plan.optimizer)
         self._make_room(inputs.memory)
-        self._states.prepare(program, self.holdings.state_bytes)
+        self._states.prepare(part, self.holdings.state_bytes)
         self._communicator.expect(instructions)
         with torch.set_grad_enabled(training):
             for instruction in instructions:
@@ -273,7 +273,7 @@ class Executor:
 
     def _forward(self, run: _Run, op: Forward) -> None:
         self._move_activations(run, op)
-        stage = run.program.plan.stages[op.stage]
+        stage = run.part.plan.stages[op.stage]
         batch = self._batch(run, op)
         tape = run.tapes.get((op.stage, op.micro_batch))
         source = run.activations.pop((op.stage - 1, op.micro_batch), None)
@@ -296,9 +296,9 @@ class Executor:
         if run.training:
             run.saved[op.stage, op.micro_batch] = (source, get_gradient_edge(hidden))
         output = hidden.detach()
-        if op.stage + 1 == len(run.program.plan.stages):
+        if op.stage + 1 == len(run.part.plan.stages):
             run.losses[op.micro_batch] = output
-        elif run.program.route[op.stage + 1][op.micro_batch] == self.world.rank:
+        elif (op.stage, op.micro_batch) not in run.part.sent:
             run.activations[op.stage, op.micro_batch] = output
         else:
             run.outgoing[op.stage, op.micro_batch] = output
@@ -311,7 +311,7 @@ class Executor:
     ) -> AbstractContextManager[object]:
         """Where a unit's saved activations are kept."""
         key = op.stage, op.micro_batch
-        if key not in run.travels.passes or unit not in run.program.plan.o_plan.activations:
+        if key not in run.travels.passes or unit not in run.part.plan.o_plan.activations:
             return nullcontext()
         stay = [self.holdings.slabs[slab].params for slab in self._slabs_of[unit]]
         return self._activations.saving(key, stay if hidden is None else [*stay, hidden])
@@ -334,7 +334,7 @@ class Executor:
     def _backward(self, run: _Run, op: Backward | BackwardInput) -> None:
         self._move_activations(run, op)
         source, edge = run.saved.pop((op.stage, op.micro_batch))
-        if op.stage + 1 == len(run.program.plan.stages):
+        if op.stage + 1 == len(run.part.plan.stages):
             gradient = self._loss_scale(run)
         else:
             gradient = run.gradients.pop((op.stage, op.micro_batch))
@@ -344,7 +344,7 @@ class Executor:
             self._accumulate(run, op)
         if source is not None:
             assert source.grad is not None
-            if run.program.route[op.stage - 1][op.micro_batch] == self.world.rank:
+            if (op.stage, op.micro_batch) not in run.part.returned:
                 run.gradients[op.stage - 1, op.micro_batch] = source.grad
             else:
                 run.outgoing[op.stage, op.micro_batch] = source.grad
@@ -366,12 +366,8 @@ class Executor:
         """The micro-batch's tensors, read once where one device runs several of its stages."""
         batch = run.batches.get(op.micro_batch)
         if batch is None:
-            route, rank = run.program.route, self.world.rank
-            batch = run.inputs.packed(
-                op.micro_batch,
-                route[0][op.micro_batch] == rank,
-                route[-1][op.micro_batch] == rank,
-            ).to(self.world.device)
+            inputs, targets = run.part.read[op.micro_batch]
+            batch = run.inputs.packed(op.micro_batch, inputs, targets).to(self.world.device)
             run.batches[op.micro_batch] = batch
         return batch
 
@@ -433,7 +429,7 @@ class Executor:
         The two halves of a backward complete different parts, and each part is rounded before
         another micro-batch adds to it.
         """
-        stage = run.program.plan.stages[op.stage]
+        stage = run.part.plan.stages[op.stage]
         for unit in range(stage.start, stage.stop):
             whole = isinstance(op, Backward) or unit in run.at_once
             if whole and isinstance(op, BackwardWeight):
@@ -514,7 +510,7 @@ class Executor:
         """The slabs whose states must come from the host for their updates, in order."""
         anew = self._shards.cut_anew
         found = []
-        for op in run.program.instructions[self.world.rank]:
+        for op in run.part.instructions:
             if isinstance(op, UpdateOrSkip) and op.slab not in anew:
                 slab = self.holdings.slabs.get(op.slab)
                 if slab is not None and slab.offloaded:
@@ -532,7 +528,7 @@ class Executor:
             self._states.send(op, slab.state.to(self.world.device))
 
     def _receive_state(self, run: _Run | None, op: RecvState) -> None:
-        after = None if run is None else run.program.next_plan
+        after = None if run is None else run.part.next_plan
         wanted = after is not None and op.slab in after.o_plan.optimizer
         # A message to a GPU cannot end in the host's memory.
         slab = self.holdings.join(op.slab, offloaded=wanted and self.world.device.type == "cpu")
@@ -598,14 +594,3 @@ HANDLERS: dict[type[Instruction], Callable[[Executor, _Run, Any], None]] = {
     RecvState: Executor._receive_state,
     Drop: Executor._drop,
 }
-
-
-def reduction_groups(programs: Sequence[Program]) -> set[tuple[int, ...]]:
-    """The sets of devices in which any of ``programs`` reduces gradients or gathers parameters."""
-    return used_groups(steps for program in programs for steps in program.instructions)
-
-
-def used_groups(lists: Iterable[Sequence[Instruction]]) -> set[tuple[int, ...]]:
-    """The same, of instruction lists."""
-    collective = (ReduceGradient, GatherParameters)
-    return {op.group for steps in lists for op in steps if isinstance(op, collective)}

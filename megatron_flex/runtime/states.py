@@ -17,13 +17,13 @@ from megatron_flex.runtime.failure import CommunicationError
 from megatron_flex.runtime.world import World
 from megatron_flex.schedule.instructions import (
     PieceOp,
-    Program,
     RecvPiece,
     RecvState,
     SendPiece,
     SendState,
     StateOp,
 )
+from megatron_flex.schedule.part import Part
 from megatron_flex.twinlayer.errors import TwinError
 
 
@@ -111,10 +111,10 @@ class StateTransfers:
         self._leaving: dict[int, list[Pending]] = {}
         self._on_arrival: dict[int, Callable[[], None]] = {}
 
-    def prepare(self, program: Program, state_bytes: Callable[[int], int]) -> None:
-        """Take places for what this worker hands over or is handed in ``program``."""
+    def prepare(self, part: Part, state_bytes: Callable[[int], int]) -> None:
+        """Take places for what this worker hands over or is handed in an iteration."""
         if self._arena is not None:
-            self._arena.prepare(program, state_bytes)
+            self._arena.prepare(part, state_bytes)
 
     @property
     def unready(self) -> bool:

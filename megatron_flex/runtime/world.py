@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -59,6 +59,25 @@ class World:
         with self._together("what the first worker says"):
             dist.broadcast_object_list(box, src=0, group=self.control)
         return box[0]
+
+    def deliver(self, messages: Sequence[bytes] | None) -> bytes:
+        """Each worker's own message; ``messages`` of the first worker, by rank."""
+        if self.control is None:
+            assert messages is not None
+            return messages[0]
+        with self._together("what the first worker sends to each"):
+            sizes = torch.zeros(self.size, dtype=torch.int64)
+            if messages is not None:
+                sizes = torch.tensor([len(m) for m in messages])
+            dist.broadcast(sizes, src=0, group=self.control)
+            longest = int(sizes.max())
+            rows = None
+            if messages is not None:
+                padded = b"".join(m.ljust(longest, b"\0") for m in messages)
+                rows = list(torch.frombuffer(bytearray(padded), dtype=torch.uint8).split(longest))
+            mine = torch.empty(longest, dtype=torch.uint8)
+            dist.scatter(mine, rows, src=0, group=self.control)
+        return mine[: int(sizes[self.rank])].numpy().tobytes()
 
     def gather(self, value: object) -> list[Any]:
         """The ``value`` of every worker by rank, on every worker."""

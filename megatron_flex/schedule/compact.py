@@ -41,11 +41,10 @@ Group = tuple[int, ...]
 
 
 def groups_of(lists: Iterable[Sequence[Instruction]]) -> tuple[Group, ...]:
-    """The sets of devices in which gradients are reduced or parameters gathered, in a fixed order."""
+    """The sets of devices that reduce gradients or gather parameters together, in a fixed order."""
     collective = (ReduceGradient, GatherParameters)
-    return tuple(
-        sorted({op.group for steps in lists for op in steps if isinstance(op, collective)})
-    )
+    found = {op.group for steps in lists for op in steps if isinstance(op, collective)}
+    return tuple(sorted(found))
 
 
 def encode(instructions: Sequence[Instruction], groups: Sequence[Group]) -> Words:
@@ -99,7 +98,7 @@ def decode(words: Words, tokens: Sequence[int], groups: Sequence[Group]) -> tupl
             if cls is Recut:
                 out.append(Recut(slab, start, stop))
             else:
-                out.append(cls(slab, middles[at], start, stop))  # type: ignore[call-arg]
+                out.append(cls(slab, middles[at], start, stop))
             at += 3
     except IndexError as error:
         raise ValueError(f"word {at} of a program is none of its instructions") from error

@@ -63,16 +63,22 @@ class TraceWriter:
         iteration: int,
         spans: Iterable[tuple[Instruction, float, float]],
         about: Mapping[str, Any] | None = None,
+        planned: Mapping[Compute, tuple[float, float]] | None = None,
     ) -> None:
         """Append one iteration: instructions with start and stop in seconds of one clock.
 
-        ``about``: what a reader needs to know of the iteration; one worker gives it.
+        Args:
+            about: what a reader needs to know of the iteration; one worker gives it.
+            planned: when operations were predicted to run, in seconds from the iteration's start.
         """
         if about is not None:
             self._write({"name": "iteration", "ph": "M", "pid": self._rank,
                          "args": {"iteration": iteration, **about}})  # fmt: skip
         for instruction, start, stop in spans:
             name, _, arguments = str(instruction).partition(" ")
+            args: dict[str, Any] = {"iteration": iteration, "what": arguments}
+            if planned and isinstance(instruction, Compute) and instruction in planned:
+                args["planned"] = planned[instruction]
             self._write(
                 {
                     "name": name,
@@ -81,7 +87,7 @@ class TraceWriter:
                     "tid": line_of(instruction),
                     "ts": start * 1e6,
                     "dur": (stop - start) * 1e6,
-                    "args": {"iteration": iteration, "what": arguments},
+                    "args": args,
                 }
             )
         self._file.flush()

@@ -26,7 +26,6 @@ from megatron_flex.runtime.executor import (
     Executor,
     StepInputs,
     StepResult,
-    reduction_groups,
 )
 from megatron_flex.runtime.holdings import Holdings
 from megatron_flex.runtime.memory import Expected
@@ -34,7 +33,9 @@ from megatron_flex.runtime.optimizer import OptimizerConfig, StepSize
 from megatron_flex.runtime.shards import owned_state
 from megatron_flex.runtime.slab import Slab
 from megatron_flex.runtime.world import World
+from megatron_flex.schedule.compact import groups_of
 from megatron_flex.schedule.instructions import Backward, Program, ReduceGradient
+from megatron_flex.schedule.part import part_of
 from megatron_flex.schedule.transition import transition
 from megatron_flex.schedule.validate import validate
 
@@ -189,7 +190,7 @@ def train(
         )
         validate(program, layers)
         if world.reductions is not None:
-            world.reductions.prepare(reduction_groups([program]))
+            world.reductions.prepare(set(groups_of(program.instructions)))
         due = iteration >= 3 if fault_when == "always" else switch is not None and not broken
         if fault and due:
             if isinstance(fault, str):
@@ -204,7 +205,7 @@ def train(
             count_zeros=count_zeros,
             memory=Expected(*footprint.device(program, world.rank)),
         )
-        results.append(executor.run(program, inputs))
+        results.append(executor.run(part_of(program, world.rank), inputs))
         HANDLERS.update(honest)
         if switch is not None:
             holdings.adopt(following)
@@ -228,7 +229,7 @@ def _evaluate(
     world = executor.world
     program = build_program(config, plan, parts, world.size, forward_only=True)
     validate(program, config.layers, forward_only=True)
-    return executor.run(program, replace(inputs, step_size=None))
+    return executor.run(part_of(program, world.rank), replace(inputs, step_size=None))
 
 
 def _read(

@@ -65,11 +65,13 @@ from megatron_flex.model.config import ModelConfig
 from megatron_flex.planner.flops import model_work
 from megatron_flex.planner.plan import Plan
 from megatron_flex.programs import build_program
-from megatron_flex.runtime.executor import Executor, StepInputs, StepResult, reduction_groups
+from megatron_flex.runtime.executor import Executor, StepInputs, StepResult
 from megatron_flex.runtime.holdings import Holdings
 from megatron_flex.runtime.optimizer import OptimizerConfig, StepSize
 from megatron_flex.runtime.world import World
+from megatron_flex.schedule.compact import groups_of
 from megatron_flex.schedule.instructions import ReduceGradient, SquaredNorm, UpdateOrSkip
+from megatron_flex.schedule.part import part_of
 from megatron_flex.schedule.validate import validate
 from tests.distributed import jobs
 from tests.distributed.pool import WorkerPool
@@ -116,14 +118,14 @@ def step(
     program = build_program(config, layout, parts, world.size)
     validate(program, config.layers)
     if world.reductions is not None:
-        world.reductions.prepare(reduction_groups([program]))
+        world.reductions.prepare(set(groups_of(program.instructions)))
     executor = Executor(world, holdings, OptimizerConfig(adam_beta1=DECAY, clip_grad=0.0))
     inputs = StepInputs(
         lambda m, inputs, targets: jobs.packed(config, parts[m], masked),
         batch.denominators,
         StepSize(learning_rate=1e-3, weight_decay=0.0),
     )
-    result = executor.run(program, inputs)
+    result = executor.run(part_of(program, world.rank), inputs)
     moments = {
         name: tensor / (1 - DECAY)
         for name, tensor in holdings.named_state(owned=True, model=False).items()

@@ -18,10 +18,12 @@ from megatron_flex.data.packed import PackedBatch
 from megatron_flex.model.config import ModelConfig
 from megatron_flex.planner.plan import Plan
 from megatron_flex.programs import build_program
-from megatron_flex.runtime.executor import Executor, StepInputs, StepResult, reduction_groups
+from megatron_flex.runtime.executor import Executor, StepInputs, StepResult
 from megatron_flex.runtime.holdings import Holdings
 from megatron_flex.runtime.optimizer import OptimizerConfig, StepSize
 from megatron_flex.runtime.world import World
+from megatron_flex.schedule.compact import groups_of
+from megatron_flex.schedule.part import part_of
 from tests.distributed.jobs import (
     ADAM_EPS,
     TINY,
@@ -77,13 +79,15 @@ def _step(executor: Executor, config: ModelConfig, plan: Plan, iteration: int) -
     parts: tuple[MicroBatch, ...] = cut_by_tokens(batch, 40, CostCoefficients())
     program = build_program(config, plan, parts, executor.world.size)
     if executor.world.reductions is not None:
-        executor.world.reductions.prepare(reduction_groups([program]))
+        executor.world.reductions.prepare(set(groups_of(program.instructions)))
 
     def load_batch(number: int, *_: Any) -> PackedBatch:
         return packed(config, parts[number], frozenset())
 
     step = StepSize(learning_rate=1e-3, weight_decay=0.1)
-    return executor.run(program, StepInputs(load_batch, batch.denominators, step))
+    return executor.run(
+        part_of(program, executor.world.rank), StepInputs(load_batch, batch.denominators, step)
+    )
 
 
 @pytest.fixture(scope="module")

@@ -16,9 +16,13 @@ from megatron_flex.data.batches import BatchSource
 from megatron_flex.data.global_batch import GlobalBatch
 from megatron_flex.loop import planned
 from megatron_flex.loop.assemble import assemble
+from megatron_flex.loop.desk import Desk
+from megatron_flex.loop.iteration import cost_coefficients
 from megatron_flex.loop.planner_process import PlannerProcess
+from megatron_flex.loop.plans import Choice
+from megatron_flex.loop.setup import planner_setup
 from megatron_flex.planner.plan import Plan
-from megatron_flex.planner.service import Question, Service
+from megatron_flex.planner.service import Question, Service, Task
 from megatron_flex.training import Trainer
 from tests.distributed.pool import WorkerError, WorkerPool
 from tests.end_to_end import runs
@@ -96,7 +100,7 @@ def smallest_budget(argv: list[str], world_size: int, batches: int) -> float:
     config = parse(argv, world_size=world_size)
     parts = assemble(config)
     assert parts.train is not None
-    setup = planned.planner_setup(config, parts, world_size)
+    setup = planner_setup(config, parts, world_size, cost_coefficients(parts.model))
     size = config.training.global_batch_size
     listed = [tuple(parts.train.batch(i * size, size).lengths.tolist()) for i in range(batches)]
     listed = sorted(set(listed), key=max)[-12:]  # those with the longest samples
@@ -150,10 +154,10 @@ def disturbed(argv: Sequence[str], number: int) -> runs.Run:
 
     def disturb(trainer: Trainer, *arguments: object) -> object:
         result = step(trainer, *arguments)  # type: ignore[arg-type]
-        plans = trainer.plans
-        process = plans._process if isinstance(plans, planned.PlannedPlans) else None
-        if trainer.progress.iteration == 3 and process is not None:
-            os.kill(process.pid, number)
+        leader = trainer.steps._leader
+        pid = None if leader is None else leader.desk.pid
+        if trainer.progress.iteration == 3 and pid is not None:
+            os.kill(pid, number)
         return result
 
     Trainer._step = disturb  # type: ignore[method-assign, assignment]
@@ -183,7 +187,8 @@ def looked_at(argv: Sequence[str]) -> tuple[dict[int, tuple[int, ...]], dict[int
     trained: dict[int, tuple[int, ...]] = {}
     ask, step = PlannerProcess.ask, Trainer._step
 
-    def note_question(process: PlannerProcess, question: Question) -> None:
+    def note_question(process: PlannerProcess, question: Question | Task) -> None:
+        assert isinstance(question, Question), "the planner makes the programs unasked"
         asked[question.iteration] = question.window[0]
         ask(process, question)
 
@@ -217,12 +222,12 @@ def test_after_a_change_of_batch_size_the_planner_looks_at_the_batches_that_come
 
 def unanswered(argv: Sequence[str]) -> runs.Run:
     """Train with a planner that is always late."""
-    take = planned.PlannedPlans._take
-    planned.PlannedPlans._take = lambda *_: None  # type: ignore[method-assign]
+    answer = Desk.answer
+    Desk.answer = lambda *_: None  # type: ignore[method-assign]
     try:
         return runs.train(argv)
     finally:
-        planned.PlannedPlans._take = take  # type: ignore[method-assign]
+        Desk.answer = answer  # type: ignore[method-assign]
 
 
 def test_without_answers_batches_that_do_not_fit_the_plan_before_get_another(
@@ -249,9 +254,8 @@ def starved(argv: Sequence[str]) -> runs.Run:
     """Train with a planner that is killed, in a layout that does not fit."""
     keep = planned.PlannedPlans._keep
 
-    def tight(plans: planned.PlannedPlans, iteration: int) -> str:
-        assert plans._setup is not None
-        options = plans._setup.options
+    def tight(plans: planned.PlannedPlans, iteration: int) -> Choice:
+        options = plans._desk.setup.options
         object.__setattr__(options, "budget", 1000)
         return keep(plans, iteration)
 

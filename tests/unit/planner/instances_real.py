@@ -62,7 +62,7 @@ def small_planner(
     """A planner; options default to a split schedule without simulations."""
     config = config or small_model()
     cluster = small_cluster(devices, memory)
-    given = {"schedule": "zb", "split": True, "simulations": 0, **options}
+    given = {"schedule": "zb-h1", "simulations": 0, **options}
     return Planner(config, closed_form_profile(config, cluster), cluster, PlannerOptions(**given))
 
 

@@ -104,7 +104,7 @@ def test_ablations_are_flags(capsys: pytest.CaptureFixture[str]) -> None:
         ["--no-memory-optimisation"],
         ["--planner", "hbsa", "--no-bounds"],
         ["--planner", "hbsa", "--time-model", "paper"],
-        ["--unit", "layer", "--v", "--shard-optimizer"],
+        ["--unit", "layer", "--schedule", "zb", "--shard-optimizer"],
     ):
         assert main([*base, *extra]) == 0
     assert len(capsys.readouterr().out.splitlines()) == 10

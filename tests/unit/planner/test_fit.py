@@ -10,7 +10,7 @@ import pytest
 from megatron_flex.planner.build import Batch
 from megatron_flex.planner.candidates import Candidate
 from megatron_flex.planner.decision import Infeasible
-from megatron_flex.planner.fit import MARGIN, UNTAKEN
+from megatron_flex.planner.limits import MARGIN, UNTAKEN
 from megatron_flex.planner.plan import OPlan, Plan
 from megatron_flex.planner.planner import Planner
 from megatron_flex.planner.pricing import Price
@@ -20,7 +20,7 @@ LAYOUT = Plan.parse("0:7@0 | 7:14@1")
 
 
 def planner(budget: float = 80e9, **options: Any) -> Planner:
-    given = {"schedule": "1f1b", "split": False, "exact_memory": True, **options}
+    given = {"schedule": "1f1b", "exact_memory": True, **options}
     return small_planner(2, config=small_model(6), budget=int(budget), **given)
 
 
@@ -107,7 +107,7 @@ UNEVEN = Plan.parse("0:7@0 | 7:14@1-3")
 
 
 def uneven_planner(**options: Any) -> Planner:
-    given = {"schedule": "1f1b", "split": False, "exact_memory": True, **options}
+    given = {"schedule": "1f1b", "exact_memory": True, **options}
     return small_planner(4, config=small_model(6), **given)
 
 
@@ -163,7 +163,7 @@ SHARDED = Plan.parse("0:7@0,1 | 7:14@2,3")
 
 def sharding(budget: float = 80e9, **options: Any) -> Planner:
     return small_planner(
-        4, config=small_model(6), budget=int(budget), schedule="1f1b", split=False,
+        4, config=small_model(6), budget=int(budget), schedule="1f1b",
         exact_memory=True, shard_optimizer=True, **options,
     )  # fmt: skip
 

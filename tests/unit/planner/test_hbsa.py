@@ -176,7 +176,7 @@ def test_plans_fit_by_their_program_and_the_current_one_stays_where_no_other_doe
     part: float,
 ) -> None:
     def planner(**options: object) -> Planner:
-        return small_planner(3, 80e9, small_model(5), planner="hbsa", schedule="1f1b", split=False,
+        return small_planner(3, 80e9, small_model(5), planner="hbsa", schedule="1f1b",
                              exact_memory=True, **options)  # fmt: skip
 
     batch, free = even_batch(12, 2048), planner()

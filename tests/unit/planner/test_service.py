@@ -13,6 +13,7 @@ import pytest
 from megatron_flex.cluster.cluster import description, load
 from megatron_flex.loop.planner_process import PlannerGoneError, PlannerProcess
 from megatron_flex.model.config import ModelConfig
+from megatron_flex.planner import frames
 from megatron_flex.planner.options import PlannerName, PlannerOptions
 from megatron_flex.planner.plan import Plan
 from megatron_flex.planner.service import Answer, Cut, Question, Service, Setup, serve
@@ -124,12 +125,15 @@ def test_questions_answers_and_setups_survive_their_text_form() -> None:
         assert Answer.from_json(answer.to_json()) == answer
 
 
-def test_the_service_answers_line_by_line() -> None:
+def test_the_service_answers_one_by_one() -> None:
     questions = [Question(i, (SHORT,)) for i in range(3)]
-    lines = [SETUP.to_json(), *(q.to_json() for q in questions)]
-    out = io.StringIO()
-    serve(io.StringIO("\n".join(lines) + "\n"), out)
-    answers = [Answer.from_json(line) for line in out.getvalue().splitlines()]
+    asked, out = io.BytesIO(), io.BytesIO()
+    for message in (SETUP.to_json(), *(q.to_json() for q in questions)):
+        frames.write(asked, message)
+    asked.seek(0)
+    serve(asked, out)
+    out.seek(0)
+    answers = [Answer.from_json(data) for data, _ in iter(lambda: frames.read(out), None)]
     assert [a.iteration for a in answers] == [0, 1, 2]
     assert answers[0] == Service(SETUP).answer(questions[0])
 

@@ -24,7 +24,7 @@ MODEL = ModelConfig(
 
 
 def planner(budget: float, schedule: str, bitwise: bool) -> Planner:
-    return small_planner(2, config=MODEL, schedule=schedule, split=False, exact_memory=True,
+    return small_planner(2, config=MODEL, schedule=schedule, exact_memory=True,
                          bitwise=bitwise, budget=int(budget))  # fmt: skip
 
 

@@ -69,7 +69,7 @@ def test_the_waves_are_the_schedule_of_equal_micro_batches_on_uneven_degrees(lay
 
 
 def test_the_waves_are_above_the_closed_form_where_sizes_differ() -> None:
-    planner = small_planner(4, schedule="1f1b", split=False)
+    planner = small_planner(4, schedule="1f1b")
     plan = static_plan(planner.units.config, 4, 4)
     for batch, differ in ((even_batch(8, 512), False), (drawn_batch(1), True)):
         pricer = planner.finder([batch]).pricers[0]

@@ -20,6 +20,7 @@ from megatron_flex.runtime.holdings import Holdings
 from megatron_flex.runtime.memory import Expected, MemoryMeter
 from megatron_flex.runtime.optimizer import OptimizerConfig, StepSize
 from megatron_flex.runtime.world import World
+from megatron_flex.schedule.part import part_of
 from tests.distributed import jobs
 
 CPU = torch.device("cpu")
@@ -46,7 +47,7 @@ class Worker:
         expected = Expected(*self.footprint.device(program, 0), budget)
         read: Any = partial(jobs._read, CONFIG, parts, frozenset())
         inputs = StepInputs(read, batch.denominators, StepSize(1e-3, 0.1), memory=expected)
-        return self.executor.run(program, inputs)
+        return self.executor.run(part_of(program, 0), inputs)
 
 
 @pytest.fixture(scope="module")

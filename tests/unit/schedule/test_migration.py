@@ -94,7 +94,8 @@ def test_micro_batches_move_when_it_pays() -> None:
     program = build_program(MODEL, old, parts, 2, switch=switch, moved=None)
     assert program.held == old
     assert {m for row in program.route for m in row} == {0, 1}
+    even = Plan.parse("0:5@0 | 5:10@1")
     balanced = build_program(
-        MODEL, new, parts, 2, switch=transition(new, old, MODEL.layers), moved=None
+        MODEL, even, parts, 2, switch=transition(even, old, MODEL.layers), moved=None
     )
     assert balanced.held is None

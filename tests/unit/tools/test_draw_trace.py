@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from megatron_flex.planner.package import computes
 from megatron_flex.planner.plan import Plan
-from megatron_flex.schedule.costs import OpCosts
 from megatron_flex.schedule.instructions import Backward, Forward, Instruction
 from megatron_flex.telemetry.trace import TraceWriter, join
 from tools import draw_schedule
@@ -22,6 +21,11 @@ DONE: dict[int, list[tuple[Instruction, float, float]]] = {
     1: [(Forward(0, 1), 12.0, 13.0), (Backward(0, 1), 13.0, 15.0), (Forward(1, 1), 15.0, 16.0),
         (Backward(1, 1), 16.0, 18.0)],
 }  # fmt: skip
+# 1F1B: (m + p - 1) * (F + B), with F = 1 and B = 2.
+PLANNED = {
+    0: [(0.0, 1.0), (1.0, 2.0), (4.0, 6.0), (7.0, 9.0)],
+    1: [(1.0, 2.0), (2.0, 4.0), (4.0, 5.0), (5.0, 7.0)],
+}
 
 
 @pytest.fixture
@@ -29,14 +33,15 @@ def trace(tmp_path: Path) -> Path:
     path = tmp_path / "trace.json"
     about = {
         "plan": str(PLAN),
-        "route": ((0, 0), (1, 1)),
         "tokens": (5, 5),
         "schedule": "1f1b",
-        "costs": asdict(OpCosts.uniform(2, 2)),
+        "seconds": 9.0,
     }
     for rank, spans in DONE.items():
         writer = TraceWriter(str(path), rank)
-        writer.add(1, spans, about if rank == 0 else None)
+        operations = computes([instruction for instruction, *_ in spans])
+        planned = dict(zip(operations, PLANNED[rank], strict=True))
+        writer.add(1, spans, about if rank == 0 else None, planned)
         writer.close()
     join(str(path), 2)
     return path
@@ -48,7 +53,7 @@ def test_planned_and_actual_have_the_same_work_and_their_own_times(trace: Path) 
     assert actual.makespan == pytest.approx(10.0)
     assert actual.mean_bubble == pytest.approx(1 - 12 / 20)
     assert sum(map(planned.busy, (0, 1))) == pytest.approx(12.0)
-    assert planned.makespan == pytest.approx(3 * 3.0)  # 1F1B: (m + p - 1) * (F + B)
+    assert planned.makespan == pytest.approx(9.0)
     assert all(map(np.array_equal, actual.order, planned.order))
 
 
