@@ -22,9 +22,9 @@ sys.path.insert(0, str(ROOT))
 
 import torch
 
+from benchmarks.directed import Directed
 from megatron_flex.arguments import parse
 from megatron_flex.loop.assemble import assemble
-from megatron_flex.loop.iteration import Iterations, cost_coefficients
 from megatron_flex.runtime.executor import Executor
 from megatron_flex.runtime.holdings import Holdings
 from megatron_flex.runtime.optimizer import OptimizerConfig, StepSize
@@ -52,7 +52,7 @@ def main() -> None:
     for name, exact in (("float32", False), ("exact", True)):
         holdings = Holdings(parts.model, parts.plan, 0, world.device, exact=exact)
         executor = Executor(world, holdings, OptimizerConfig())
-        arms[name] = Iterations(config, parts.plan, executor, cost_coefficients(parts.model))
+        arms[name] = Directed(config, parts, parts.plan, executor)
     times: dict[str, list[float]] = {name: [] for name in arms}
     for turn in range(arguments.rounds + 1):
         for name, iterations in arms.items():
@@ -62,7 +62,8 @@ def main() -> None:
                 times[name].append(time.perf_counter() - began)
     plain, exact_ = (statistics.median(times[name]) for name in ("float32", "exact"))
     pairs = [e / p for p, e in zip(times["float32"], times["exact"], strict=True)]
-    count = len(arms["exact"].last[1]) if arms["exact"].last else 0
+    last = arms["exact"].iterations.last
+    count = len(last[1]) if last else 0
     print(f"{batch.tokens} tokens in {count} micro-batches")
     print(f"float32 sums: {plain * 1e3:7.1f} ms    4 bytes of gradients a parameter are reduced")
     print(f"exact sums:   {exact_ * 1e3:7.1f} ms    8 bytes")

@@ -38,13 +38,14 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from benchmarks.directed import Directed
 from megatron_flex.arguments import parse
 from megatron_flex.cluster.cluster import load
 from megatron_flex.config.config import Config
 from megatron_flex.data.batches import BatchSource
 from megatron_flex.data.global_batch import GlobalBatch
 from megatron_flex.loop.assemble import Parts, assemble
-from megatron_flex.loop.iteration import Iterations, cost_coefficients, cut
+from megatron_flex.loop.iteration import cost_coefficients, cut
 from megatron_flex.planner.build import Batch
 from megatron_flex.planner.limits import MARGIN, UNTAKEN
 from megatron_flex.planner.memory import boundary_bytes
@@ -107,7 +108,7 @@ def worker(rank: int, directory: str, arguments: argparse.Namespace, jobs: Seque
     first = Plan.parse(jobs[0][2])
     holdings = Holdings(parts.model, first, rank, CPU)
     executor = Executor(world, holdings, OptimizerConfig())
-    iterations = Iterations(config, first, executor, cost_coefficients(parts.model))
+    iterations = Directed(config, parts, first, executor)
     rows = []
     for number, (name, sample, _) in enumerate(jobs):
         following = Plan.parse(jobs[min(number + 1, len(jobs) - 1)][2])

@@ -39,13 +39,14 @@ warnings.filterwarnings("ignore", message="Transformer Engine and Apex are not i
 
 import torch
 
+from benchmarks.directed import Directed
 from megatron_flex.arguments import parse
 from megatron_flex.data.batches import BatchSource
 from megatron_flex.data.global_batch import GlobalBatch
 from megatron_flex.data.microbatch import MicroBatch, Slice
 from megatron_flex.data.packed import PackedBatch
 from megatron_flex.loop.assemble import assemble
-from megatron_flex.loop.iteration import Iterations, cost_coefficients, cut
+from megatron_flex.loop.iteration import cost_coefficients, cut
 from megatron_flex.model.blocks import build_block, decays
 from megatron_flex.model.config import ModelConfig
 from megatron_flex.programs import build_program
@@ -108,8 +109,8 @@ class ByHand:
 class Through:
     """The executor, on micro-batches that are ready."""
 
-    def __init__(self, iterations: Iterations) -> None:
-        self.iterations = iterations
+    def __init__(self, directed: Directed) -> None:
+        self.iterations = directed.iterations
 
     def __call__(
         self, batch: GlobalBatch, packed: list[PackedBatch], parts: tuple[MicroBatch, ...]
@@ -174,22 +175,22 @@ def measure(arguments: argparse.Namespace) -> tuple[dict[str, list[Seconds]], li
     assert source is not None
     coefficients = cost_coefficients(model)
 
-    def iterations() -> Iterations:
+    def directed() -> Directed:
         world = World.create(device, timedelta(minutes=1))
         holdings = Holdings(model, parts_of_run.plan, 0, device)
         executor = Executor(world, holdings, OptimizerConfig(clip_grad=CLIP))
-        return Iterations(config, parts_of_run.plan, executor, coefficients)
+        return Directed(config, replace(parts_of_run, model=model), parts_of_run.plan, executor)
 
-    whole = iterations()
+    whole = directed()
 
     def loop(batch: GlobalBatch, packed: list[PackedBatch], parts: tuple[MicroBatch, ...]) -> float:
-        return whole.train(source, batch, STEP, following=whole.plan).losses[0]
+        return whole.train(source, batch, STEP, following=parts_of_run.plan).losses[0]
 
     arms: dict[str, Arm] = {
         "by hand": ByHand(model, device),
-        "executor": Through(iterations()),
+        "executor": Through(directed()),
         "iteration": loop,
-        "padded": Through(iterations()),
+        "padded": Through(directed()),
     }
     times: dict[str, list[Seconds]] = {name: [] for name in arms}
     tokens: list[int] = []

@@ -26,10 +26,10 @@ sys.path.insert(0, str(ROOT))
 
 import torch.multiprocessing as mp
 
+from benchmarks.directed import Directed
 from benchmarks.two_workers import flags, host_memory, meet
 from megatron_flex.arguments import parse
 from megatron_flex.loop.assemble import assemble
-from megatron_flex.loop.iteration import Iterations, cost_coefficients
 from megatron_flex.planner.plan import Plan
 from megatron_flex.runtime.executor import Executor
 from megatron_flex.runtime.holdings import Holdings
@@ -55,7 +55,7 @@ def worker(rank: int, meeting: str, arguments: argparse.Namespace, out: str) -> 
     bank = round(world.sum(sum(map(entry_bytes, sizes.values()))))
     layers = host_memory(world, meeting, Shape(2, bank, 0))
     executor = Executor(world, holdings, OptimizerConfig())
-    iterations = Iterations(config, plan, executor, cost_coefficients(parts.model))
+    iterations = Directed(config, parts, plan, executor)
     source = parts.train
     assert source is not None
     batch = source.batch(0, arguments.samples)

@@ -39,10 +39,10 @@ sys.path.insert(0, str(ROOT))
 
 import torch.multiprocessing as mp
 
+from benchmarks.directed import Directed
 from benchmarks.two_workers import flags, host_memory, meet
 from megatron_flex.arguments import parse
 from megatron_flex.loop.assemble import assemble
-from megatron_flex.loop.iteration import Iterations, cost_coefficients
 from megatron_flex.planner.plan import Plan
 from megatron_flex.runtime.arena import ArenaTransport
 from megatron_flex.runtime.executor import Executor
@@ -95,7 +95,8 @@ def worker(rank: int, rendezvous: str, arguments: argparse.Namespace, out: str) 
     with_memory = Executor(world, holdings, OptimizerConfig(), transport)
     by_messages = Executor(world, holdings, OptimizerConfig())
     by_messages.clock = with_memory.clock  # a gap may begin with one and end with the other
-    iterations = Iterations(config, first, with_memory, cost_coefficients(parts.model))
+    directed = Directed(config, parts, first, with_memory)
+    iterations = directed.iterations
     source = parts.train
     assert source is not None
     batch = source.batch(0, arguments.samples)
@@ -110,7 +111,7 @@ def worker(rank: int, rendezvous: str, arguments: argparse.Namespace, out: str) 
                 for position in range(PERIOD):
                     ended = world.slowest(by_messages.clock.ended or 0.0)
                     began = time.perf_counter()
-                    iterations.train(
+                    directed.train(
                         source, batch, STEP,
                         following=following if position == PERIOD - 1 else plan,
                     )  # fmt: skip

@@ -78,7 +78,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--unit", choices=["block", "layer"], default="block", help="what is placed")
     p.add_argument(
         "--schedule", choices=[*POLICIES], default="1f1b",
-        help="schedule that executes the plan; the trainer has 1f1b and gpipe",
+        help="schedule that executes the plan",
     )  # fmt: skip
     p.add_argument("--time-model", choices=["pipeline", "paper"], default="pipeline",
                    help="paper: eq. 1, for --planner hbsa")  # fmt: skip

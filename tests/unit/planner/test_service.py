@@ -170,7 +170,7 @@ def test_a_launcher_that_ends_the_job_leaves_the_planner_to_its_worker(
     os.kill(process.pid, signal.SIGTERM)
     process.ask(Question(1, (SHORT,)))
     answer = process.take(60.0)
-    assert answer is not None
+    assert isinstance(answer, Answer)
     assert answer.iteration == 1
 
 

@@ -1,0 +1,56 @@
+"""Iterations whose workers make their programs themselves: no planner's process is in the way."""
+
+from __future__ import annotations
+
+from megatron_flex.config.config import Config
+from megatron_flex.data.batches import BatchSource
+from megatron_flex.data.global_batch import GlobalBatch
+from megatron_flex.loop.assemble import Parts
+from megatron_flex.loop.iteration import Iterations, cost_coefficients
+from megatron_flex.loop.setup import planner_setup
+from megatron_flex.planner.package import unpack
+from megatron_flex.planner.plan import Plan
+from megatron_flex.planner.service import Service, Task
+from megatron_flex.runtime.executor import Executor, StepResult
+from megatron_flex.runtime.optimizer import StepSize
+
+
+class Directed:
+    """Trains on plan after plan, as it is told."""
+
+    def __init__(self, config: Config, parts: Parts, plan: Plan, executor: Executor) -> None:
+        self._parts = parts
+        self._coefficients = cost_coefficients(parts.model)
+        self.iterations = Iterations(config, plan, executor, self._coefficients)
+        self._services: dict[str, Service] = {}
+
+    @property
+    def service(self) -> Service:
+        """Makes programs as the flags say now."""
+        config, world = self.iterations.config, self.iterations.executor.world
+        way = config.flexpipe.flexpipe_switch
+        if way not in self._services:
+            setup = planner_setup(config, self._parts, world.size, self._coefficients)
+            self._services[way] = Service(setup)
+        return self._services[way]
+
+    def train(
+        self, source: BatchSource, batch: GlobalBatch, step_size: StepSize, *, following: Plan
+    ) -> StepResult:
+        """Train on ``batch`` and leave the layout ``following`` behind."""
+        iterations = self.iterations
+        parts = iterations.cut(batch)
+        service = self.service
+        moves = service.moves and not following.keeps(iterations.plan)
+        task = Task(
+            "benchmark",
+            str(iterations.plan),
+            tuple(batch.lengths.tolist()),
+            str(following) if moves else "",
+        )
+        package = service.done(task).package
+        assert package is not None
+        rank = iterations.executor.world.rank
+        sizes = [m.tokens for m in parts], [m.squares for m in parts]
+        told = unpack(package.header, package.parts[rank], rank, task.name, *sizes)
+        return iterations.train(source, batch, step_size, told, parts, following=following)
