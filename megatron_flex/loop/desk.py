@@ -50,6 +50,7 @@ class Desk:
 
     def ask(self, question: Question) -> bool:
         """Put a question; whether the process still takes any."""
+        self._listen(lambda: False, "", timeout=0.0)
         if self._process is None or self._process.unanswered >= UNANSWERED:
             return False
         if question.keep is not None:
@@ -59,6 +60,7 @@ class Desk:
 
     def expect(self, task: Task) -> None:
         """Have a task's program made, if nobody has asked for it yet."""
+        self._listen(lambda: False, "", timeout=0.0)
         if task in self._asked or task in self._done or self._process is None:
             return
         if self._process.unanswered < UNANSWERED:
@@ -97,9 +99,10 @@ class Desk:
             self._process.close()
             self._process = None
 
-    def _listen(self, enough: Callable[[], bool], what: str) -> None:
+    def _listen(self, enough: Callable[[], bool], what: str, timeout: float | None = None) -> None:
         """Take replies until there are ``enough`` or none comes in time."""
-        timeout = max(PATIENCE, 2.0 * self._slowest) if self._heard else STARTUP
+        if timeout is None:
+            timeout = max(PATIENCE, 2.0 * self._slowest) if self._heard else STARTUP
         while not enough():
             try:
                 reply = None if self._process is None else self._process.take(timeout)
@@ -108,7 +111,7 @@ class Desk:
                 self._warn(str(error))
                 return
             if reply is None:
-                if self._process is not None:
+                if self._process is not None and timeout > 0.0:
                     self._warn(f"the planner is late for {what}")
                 return
             self._heard = True

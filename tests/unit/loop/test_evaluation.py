@@ -58,11 +58,12 @@ def test_means_are_over_all_targets(tmp_path: Path, architecture: Architecture) 
     assert len(names) == (2 if architecture == "bert" else 1)
     expected = {name: float(mean) for name, mean in zip(names, means, strict=True)}
     for size in (9, 4, 2):  # the last batch of the second and the third is of one sample
-        found = evaluate(iterations, source, size, None)
+        found = evaluate(iterations, trainer.steps, source, size, None)
         assert found.losses == pytest.approx(expected, rel=2e-6)
         assert (found.samples, found.tokens) == (9, everything.tokens)
-    first = evaluate(iterations, source, 2, 2)
+    first = evaluate(iterations, trainer.steps, source, 2, 2)
     assert first.samples == 4
     with torch.no_grad():
         means = Training(holdings.config, weights).means(packed[:4])
+    trainer.steps.close()
     assert list(first.losses.values()) == pytest.approx([float(m) for m in means], rel=2e-6)
