@@ -153,6 +153,10 @@ def test_sharded_state_is_cut_anew_when_a_degree_changes() -> None:
     assert switch(COSTS, running(old), new).moves == ()
     recut = switch(costs, running(old), new)
     assert {m.device for m in recut.moves} == {0, 1}
+    # Quarters become halves: device 0 keeps its quarter, device 1 keeps nothing.
+    for move in recut.moves:
+        lacks = (0.25, 0.5)[move.device]
+        assert move.size == pytest.approx(lacks * costs.slab_state(move.slab).optimizer)
     for seconds in (0.0, 1.0):
         before = running(old, spare=3e8, seconds=seconds)
         fast = LiveSwitches(costs).price(before, new)

@@ -231,9 +231,15 @@ def test_a_piece_that_is_not_lacking_is_refused() -> None:
 
 def test_a_piece_sent_after_the_update_is_refused() -> None:
     built = program(STEADY, AFTER)
-    device, step, _ = find(built, SendPiece, slab=4)
-    later = find(built, UpdateOrSkip, slab=4, on=device)[1]
-    refused(moved(built, device, step, later), "stale state|out of order|deadlock")
+    # The last piece on its way, so that no other overtakes it.
+    device, step, op = find(built, SendPiece, slab=7, on=3)
+    later = find(built, UpdateOrSkip, slab=7, on=3)[1]
+    message = f"stale state: elements {op.start} to {op.stop} of slab 7 is sent after the update"
+    assert refused(moved(built, device, step, later), message) == (3, later)
+    # An earlier one is not in its turn.
+    device, step, _ = find(built, SendPiece, slab=4, on=3)
+    later = find(built, UpdateOrSkip, slab=4, on=3)[1]
+    assert refused(moved(built, device, step, later), "out of order: device 3 sends")[0] == 3
 
 
 def test_an_update_by_a_device_that_gives_its_part_up_is_refused() -> None:
