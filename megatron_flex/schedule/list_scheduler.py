@@ -24,7 +24,9 @@ from megatron_flex.schedule.engine import place
 from megatron_flex.schedule.instructions import Program
 from megatron_flex.schedule.operations import check_chains
 from megatron_flex.schedule.placement import Placement, Problem
+from megatron_flex.schedule.policies.controllable import V_HALF, V_MIN
 from megatron_flex.schedule.policies.gpipe import GPIPE
+from megatron_flex.schedule.policies.interleaved import INTERLEAVED
 from megatron_flex.schedule.policies.one_f_one_b import ONE_F_ONE_B
 from megatron_flex.schedule.policies.policy import Limits, Policy, pipeline_memory
 from megatron_flex.schedule.policies.straight import is_even_straight
@@ -39,7 +41,8 @@ from megatron_flex.schedule.turns import by_number, turns
 Chains = Sequence[Sequence[int]]
 """Micro-batches that hold the slices of one sample, in order."""
 
-POLICIES: dict[str, Policy] = {p.name: p for p in (GPIPE, ONE_F_ONE_B, ZB_H1, ZB_H2, ZB_V, ZB)}
+_POLICIES = (GPIPE, ONE_F_ONE_B, INTERLEAVED, ZB_H1, ZB_H2, ZB_V, V_HALF, V_MIN, ZB)
+POLICIES: dict[str, Policy] = {p.name: p for p in _POLICIES}
 
 
 def policy(name: str) -> Policy:

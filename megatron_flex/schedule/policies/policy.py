@@ -53,6 +53,7 @@ class Shape(Enum):
 
     STRAIGHT = "straight"  # one stage on each
     V = "v"  # two: the first and the last, the second and the last but one, ...
+    INTERLEAVED = "interleaved"  # several: each group's turn comes again and again
     ANY = "any"
 
 

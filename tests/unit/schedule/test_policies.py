@@ -167,3 +167,41 @@ def test_what_waits_out_of_step_is_counted_at_boundaries_of_other_degrees_only()
     assert in_flight_cap(0.5, 8, 2) == 2
     assert in_flight_cap(0.5, 8, 2, 3) == 4
     assert in_flight_cap(0.0, 8, 2) == 1
+
+
+@pytest.mark.parametrize(("devices", "batches"), SIZES)
+@pytest.mark.parametrize("rounds", [2, 3])
+def test_interleaved_stages_divide_the_bubble(devices: int, batches: int, rounds: int) -> None:
+    """Narayanan et al. (2021): (p - 1) / v of a micro-batch's time; memory as they say."""
+    stages = tuple(Stage(i, i + 1, (i % devices,)) for i in range(rounds * devices))
+    costs = OpCosts.uniform(
+        rounds * devices, batches, forward=1 / rounds, backward_input=1 / rounds,
+        backward_weight=1 / rounds, activation=1 / rounds,
+    )  # fmt: skip
+    placed = simulate(Plan(stages), costs, policy("interleaved"))
+    assert placed.makespan == pytest.approx(3 * (batches + (devices - 1) / rounds))
+    assert placed.peak[0] == pytest.approx(devices + (devices - 1) / rounds)
+
+
+@pytest.mark.parametrize(
+    ("name", "devices", "batches", "slots", "peak"),
+    [
+        # Half slots, in halves of a micro-batch's activations; (p + 2) and (2 p / 3 + 2) at most.
+        ("v-half", 4, 8, 53, 6), ("v-half", 8, 32, 209, 10), ("v-half", 6, 24, 155, 8),
+        ("v-min", 6, 24, 161, 6), ("v-min", 3, 12, 77, 4), ("v-min", 8, 32, 219, 8),
+    ],
+)  # fmt: skip
+def test_v_schedules_with_less_memory(
+    name: str, devices: int, batches: int, slots: int, peak: int
+) -> None:
+    """Qi et al., "Pipeline Parallelism with Controllable Memory": about 1/2 and 1/3 of 1F1B's.
+
+    And bubbles of at most 1/2 and 2/3 of 1F1B's (p - 1) micro-batches.
+    """
+    placed = simulate(v(devices), OpCosts.uniform(2 * devices, batches), policy(name))
+    assert placed.makespan == slots
+    assert max(placed.peak) == peak
+    part = {"v-half": 1 / 2, "v-min": 2 / 3}[name]
+    assert slots - 6 * batches <= part * 6 * (devices - 1) + 2
+    most = {"v-half": devices + 2, "v-min": 2 * devices / 3 + 3}[name]
+    assert peak <= most

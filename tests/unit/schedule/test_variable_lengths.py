@@ -21,13 +21,17 @@ def test_1f1b_takes_the_published_time_and_memory(devices: int) -> None:
 
 
 @pytest.mark.parametrize("devices", [4, 8])
-@pytest.mark.parametrize(("name", "published"), [("zb-h1", "ZB-H1"), ("zb-v", "ZB-V")])
+@pytest.mark.parametrize(
+    ("name", "published"),
+    [("zb-h1", "ZB-H1"), ("zb-h2", "ZB-H2"), ("zb-v", "ZB-V"), ("v-half", "V-Half"),
+     ("v-min", "V-Min")],
+)  # fmt: skip
 def test_zero_bubble_orders_replayed_at_true_costs_are_as_good_as_published(
     name: str, published: str, devices: int
 ) -> None:
     """The published planner uses the median cost, so its order differs a little from the book's."""
     for batch in BATCHES[devices]:
-        layout = even(batch, v=name == "zb-v")
+        layout = even(batch, v="v" in name.split("-"))
         placed = simulate(layout.plan, layout.costs, policy(name))
         makespan, peak = batch.published[published]
         assert placed.makespan == pytest.approx(makespan, rel=0.005)
