@@ -8,9 +8,11 @@ its change is made, its tests are run until the first fails, and the change is u
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import queue
 import re
+import select
 import shutil
 import signal
 import subprocess
@@ -34,6 +36,7 @@ from tests.mutants.faults import ROOT, Fault, StaleList, load, problems
 BUILD_SECONDS = 300.0
 VERIFY_SECONDS = 1800.0
 _FAILED = re.compile(r"(FAILED|ERROR) \S+::")
+PYTEST = ("-x", "-q", "-p", "no:cacheprovider")
 PRODUCTS = ("libmegatron_flex.so", "twin_manager")
 
 
@@ -83,6 +86,7 @@ class Tree:
         self.scratch = root / f"t{number}"  # short: names of sockets have a limit
         self.scratch.mkdir()
         self._running: subprocess.Popen[bytes] | None = None
+        self._zygote: subprocess.Popen[bytes] | None = None
         self._closed = False
         _copy_sources(self.root)
         # Bytecode is told from its source by a hash: two changes within one second differ too.
@@ -100,49 +104,92 @@ class Tree:
             shutil.copy2(other / name, partial)
             partial.replace(self.root / "megatron_flex" / name)
 
-    def test(self, tests: Iterable[str], seconds: float, *, cache: bool = False) -> Done:
-        """Run tests until the first fails. ``cache``: keep their bytecode."""
-        options = ["-m", "pytest", "-x", "-q", "-p", "no:cacheprovider"]
-        return self.run([*options, *tests], seconds, cache=cache)
+    def test(self, tests: Iterable[str], seconds: float) -> Done:
+        """Run tests until the first fails; at the time limit all of them are killed."""
+        zygote = self._ready()
+        assert zygote.stdin is not None
+        output = self.scratch / "output"
+        job = {"arguments": [*PYTEST, *tests], "output": str(output)}
+        began = time.monotonic()
+        zygote.stdin.write(json.dumps(job).encode() + b"\n")
+        zygote.stdin.flush()
+        child = self._answer(None)
+        assert child is not None
+        status = self._answer(seconds)
+        spent = time.monotonic() - began
+        _kill(child)
+        if status is None:
+            self._answer(None)
+        return Done(status, output.read_text(errors="replace"), spent)
 
-    def run(self, arguments: Sequence[str], seconds: float, *, cache: bool = False) -> Done:
+    def _ready(self) -> subprocess.Popen[bytes]:
+        """The process that forks tests; one that was killed is started again."""
+        if self._closed:
+            raise RuntimeError("this copy is not used any more")
+        if self._zygote is None or self._zygote.poll() is not None:
+            self._zygote = subprocess.Popen(
+                [sys.executable, "-m", "tests.mutants.zygote"],
+                cwd=self.root,
+                env=self._environment | {"PYTHONDONTWRITEBYTECODE": "1"},
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                bufsize=0,
+                start_new_session=True,
+            )
+        return self._zygote
+
+    def _answer(self, seconds: float | None) -> int | None:
+        """The next number that the zygote says; ``None`` if it does not within ``seconds``."""
+        assert self._zygote is not None
+        assert self._zygote.stdout is not None
+        ready, _, _ = select.select([self._zygote.stdout], [], [], seconds)
+        if not ready:
+            return None
+        line = self._zygote.stdout.readline()
+        if not line:
+            raise RuntimeError("the process that forks tests has ended")
+        return int(line)
+
+    def run(self, arguments: Sequence[str], seconds: float) -> Done:
         """Run Python in the copy; at the time limit it and all its descendants are killed."""
-        environment = {
+        if self._closed:
+            raise RuntimeError("this copy is not used any more")
+        began = time.monotonic()
+        with tempfile.TemporaryFile(dir=self.scratch) as output:
+            self._running = process = subprocess.Popen(
+                [sys.executable, *arguments],
+                cwd=self.root,
+                env=self._environment,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+            status: int | None = None
+            with suppress(subprocess.TimeoutExpired):
+                status = process.wait(seconds)
+            _kill(process.pid)
+            process.wait()
+            output.seek(0)
+            text = output.read().decode(errors="replace")
+        return Done(status, text, time.monotonic() - began)
+
+    @property
+    def _environment(self) -> dict[str, str]:
+        return {
             **{k: v for k, v in os.environ.items() if k not in ("MAKEFLAGS", "MAKELEVEL")},
             "OMP_NUM_THREADS": "1",
             "PYTHONPATH": str(self.root),
             "TMPDIR": str(self.scratch),
             "MFLEX_CUDA": "OFF",
         }
-        if not cache:
-            environment["PYTHONDONTWRITEBYTECODE"] = "1"
-        if self._closed:
-            raise RuntimeError("this copy is not used any more")
-        began = time.monotonic()
-        with tempfile.TemporaryFile(dir=self.scratch) as output:
-            process = subprocess.Popen(
-                [sys.executable, *arguments],
-                cwd=self.root,
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-            self._running = process
-            status: int | None = None
-            with suppress(subprocess.TimeoutExpired):
-                status = process.wait(seconds)
-            _kill(process)
-            output.seek(0)
-            text = output.read().decode(errors="replace")
-        return Done(status, text, time.monotonic() - began)
 
     def close(self) -> None:
         """End what is running, with all that it started, and start nothing more."""
         self._closed = True
-        if self._running is not None:
-            _kill(self._running)
+        for process in (self._running, self._zygote):
+            if process is not None:
+                _kill(process.pid)
 
 
 def _copy_sources(target: Path) -> None:
@@ -160,17 +207,16 @@ def _copy_sources(target: Path) -> None:
             shutil.copy2(ROOT / name, target / name)
 
 
-def _kill(process: subprocess.Popen[bytes]) -> None:
+def _kill(pid: int) -> None:
     """End a process with all that it started."""
     family: list[psutil.Process] = []
     with suppress(psutil.NoSuchProcess):
-        family = psutil.Process(process.pid).children(recursive=True)
+        family = psutil.Process(pid).children(recursive=True)
     with suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, signal.SIGKILL)
+        os.killpg(pid, signal.SIGKILL)
     for member in family:
         with suppress(psutil.NoSuchProcess):
             member.kill()
-    process.wait()
 
 
 def try_fault(tree: Tree, fault: Fault) -> Outcome:
@@ -216,7 +262,7 @@ def verify(trees: Sequence[Tree], faults: Iterable[Fault]) -> str | None:
     failures: list[str] = []
 
     def run(tree: Tree, share: list[str]) -> None:
-        done = tree.test(share, VERIFY_SECONDS, cache=True)
+        done = tree.run(["-m", "pytest", *PYTEST, *share], VERIFY_SECONDS)
         if done.status != 0:
             failures.append(done.tail)
 
@@ -354,7 +400,11 @@ def main() -> int:
             print(f"they are not green without a fault:\n{wrong}")
             return 2
         print(f"green after {time.monotonic() - began:.0f} s; trying {len(faults)} faults")
-        outcomes = run_all(trees, faults, arguments.verbose)
+        try:
+            outcomes = run_all(trees, faults, arguments.verbose)
+        finally:
+            for tree in trees:
+                tree.close()
     print(report(outcomes))
     noticed = sum(o.noticed for o in outcomes)
     rate = 100.0 * noticed / len(outcomes)

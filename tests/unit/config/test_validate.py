@@ -100,6 +100,7 @@ WRONG: list[tuple[str, tuple[str, ...], str]] = [
     ("--lr-warmup-iters 20", (), "must be shorter than the schedule"),
     ("--lr-warmup-init 1e-5", (), "--lr-warmup-init has no effect without a warm-up"),
     ("--min-lr 1", (), "must not be above --lr"),
+    ("--lr-warmup-init 1 --lr-warmup-iters 5", (), "must not be above --lr"),
     ("--lr-decay-style constant --min-lr 1e-5", (), "--min-lr has no effect with --lr-decay-style"),
     ("--lr-decay-style constant --lr-decay-iters 5", (), "--lr-decay-iters has no effect"),
     ("--lr-wsd-decay-iters 5", (), "--lr-wsd-decay-iters has no effect without --lr-decay-style"),
@@ -200,6 +201,7 @@ WRONG: list[tuple[str, tuple[str, ...], str]] = [
         (),
         "--pipeline-model-parallel-layout Ett.tL: must be one E, then 4 t",
     ),
+    ("--flexpipe --flexpipe-switch restart", (), "restart goes through checkpoints: give --save"),
     ("--data-args-path nowhere", (), "--data-args-path nowhere cannot be read"),
 ]
 
@@ -298,6 +300,8 @@ def test_a_file_with_data_paths_for_each_split_is_read_and_checked(tmp_path: Pat
     parts.write_text('{"train": ["a"], "valid": [], "test": []}')
     text = refusal(f"{flags} --eval-interval 3", without=("--mock-data",))
     assert "--eval-interval needs validation data" in text
+    text = refusal(f"{flags} --split 1,1,1", without=("--mock-data",))
+    assert "--split has no effect on data sets for each split" in text
     for content in ('{"train": ["a"]}', "[1]", "{", '{"train": 3, "valid": 1, "test": 2}', "3"):
         parts.write_text(content)
         assert "is no JSON object with keys" in refusal(flags, without=("--mock-data",))

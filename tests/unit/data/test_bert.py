@@ -181,6 +181,16 @@ def test_two_long_segments_share_the_room_and_the_first_has_the_odd_token(
         assert (a, room - a) == megatron_cut(9, 9, room) == (room - room // 2, room // 2)
 
 
+def test_tokens_are_cut_at_the_front_as_often_as_at_the_end(tmp_path: Path) -> None:
+    # Of 12 tokens 8 stay: 0 to 4 go at the front, as heads in four throws of a coin.
+    made = make(tmp_path, [[12]], binary_head=False, max_length=10)
+    fronts = [
+        int(unmasked(made.read(0, n, 0, 10, inputs=True, targets=True))[1]) - 100
+        for n in range(800)
+    ]
+    assert np.bincount(fronts).tolist() == pytest.approx([50, 200, 300, 200, 50], abs=45)
+
+
 def test_a_document_of_one_sentence_is_counted_with_the_head_and_used_without(
     tmp_path: Path,
 ) -> None:

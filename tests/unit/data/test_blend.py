@@ -64,6 +64,19 @@ def test_each_set_goes_through_its_own_epochs() -> None:
     assert order.num_samples is None
 
 
+def test_sets_are_drawn_by_the_rule_of_sainte_lague() -> None:
+    # Due at 2/3, 2, 10/3, 14/3, ... and 2, 6, ...: of those due together the first set's first.
+    which, _ = BlendOrder((9, 9), (3.0, 1.0), 4).locate(np.arange(8))
+    assert which.tolist() == [0, 0, 1, 0, 0, 0, 1, 0]
+
+
+def test_sets_of_one_size_are_shuffled_each_in_its_own_way() -> None:
+    which, index = BlendOrder((50, 50), (1.0, 1.0), 4).locate(np.arange(100))
+    first, second = index[which == 0], index[which == 1]
+    assert sorted(first) == sorted(second) == list(range(50))
+    assert (first == second).sum() < 10
+
+
 def test_impossible_weights_are_refused() -> None:
     with pytest.raises(DataError, match="positive"):
         BlendOrder((1, 1), (0.5, 0.0), 1)

@@ -60,6 +60,16 @@ def test_cheap_micro_batches_come_first_and_last(
     tolerance = 1e-9 * max(costs)
     assert all(np.diff(costs[: peak + 1]) >= -tolerance)
     assert all(np.diff(costs[peak:]) <= tolerance)
+    assert [costs[0], *costs[1:][-1:]] == pytest.approx(sorted(costs)[:2])
+
+
+def test_a_micro_batch_is_filled_exactly_also_when_it_had_no_room_before() -> None:
+    # By cost the two of 4 tokens are together, which leaves no room for 3, but for 2.
+    cut = cut_by_tokens(batch([6, 4, 4, 3, 2]), 10, CostCoefficients(0.0, 1.0))
+    assert sorted(sorted(s.tokens for s in m.slices) for m in cut) == [[2, 4, 4], [3, 6]]
+    # And here every micro-batch is filled at once.
+    cut = cut_by_tokens(batch([6, 6, 4, 4]), 10, CostCoefficients())
+    assert [m.tokens for m in cut] == [10, 10]
 
 
 @pytest.mark.parametrize("quadratic", [0.0, 1e-4, 1e-3])

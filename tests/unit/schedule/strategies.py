@@ -11,6 +11,7 @@ from megatron_flex.model.layers import LayerList
 from megatron_flex.planner.plan import Plan, Stage
 from megatron_flex.schedule.costs import OpCosts
 from megatron_flex.schedule.list_scheduler import POLICIES, Schedule, build
+from megatron_flex.schedule.routing import route
 
 SEEDS = st.integers(0, 2**32 - 1)
 
@@ -128,6 +129,22 @@ def random_chains(rng: random.Random, batches: int) -> tuple[tuple[int, ...], ..
         found.append(tuple(names[:size]))
         names = names[size:]
     return tuple(found)
+
+
+def tight_memory(case: Case) -> tuple[float, ...]:
+    """Bytes of activations with which every device holds its largest micro-batch, and few more.
+
+    Without the chains.
+    """
+    largest = [0.0] * (case.plan.devices[-1] + 1)
+    table = route(case.plan, case.costs)
+    for micro_batch in range(case.costs.num_micro_batches):
+        whole = [0.0] * len(largest)
+        for row, sizes in zip(table, case.costs.activation, strict=True):
+            whole[row[micro_batch]] += sizes[micro_batch]
+        largest = list(map(max, largest, whole))
+    rng = random.Random(repr(case.turn))
+    return tuple(a * rng.choice([1.0, 1.2, 2.0, 3.0]) for a in largest)
 
 
 def cases(

@@ -169,3 +169,11 @@ def test_what_does_not_belong_together_is_refused() -> None:
         build(plan, LayerList(4, False), costs, (5, 5, 5), world_size=2)
     with pytest.raises(ValueError, match="2 micro-batches have tokens, but 3 have costs"):
         build(plan, LAYERS, costs, (5, 5), world_size=2)
+
+
+def test_a_program_is_not_replayed_on_a_route_of_others() -> None:
+    built = make("0:4@0,1 | 4:8@2")
+    table = (built.route[0][::-1], (1,) * len(TOKENS))
+    costs = OpCosts.scaled([4, 4], TOKENS)
+    with pytest.raises(ValueError, match="micro-batches of stage 1 to device 1, which does not"):
+        replay_program(replace(built, route=table), costs)

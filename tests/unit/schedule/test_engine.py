@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-import random
 from dataclasses import replace
 
 import pytest
 from hypothesis import given
 
 from megatron_flex.planner.plan import Plan
+from megatron_flex.schedule import engine
 from megatron_flex.schedule.costs import OpCosts
 from megatron_flex.schedule.list_scheduler import (
     POLICIES,
@@ -20,8 +20,10 @@ from megatron_flex.schedule.list_scheduler import (
 )
 from megatron_flex.schedule.operations import OpKind
 from megatron_flex.schedule.placement import Placement
+from megatron_flex.schedule.policies.policy import Limits
 from megatron_flex.schedule.replay import ScheduleError, replay
-from tests.unit.schedule.strategies import Case, cases
+from megatron_flex.schedule.turns import turns
+from tests.unit.schedule.strategies import Case, cases, tight_memory
 
 CLOSE = 1e-6
 
@@ -127,21 +129,25 @@ def test_no_schedule_beats_the_lower_bound(case: Case) -> None:
 @given(cases(devices=8, batches=16, policy="zb"))
 def test_a_memory_limit_is_kept_whenever_the_largest_micro_batch_fits(case: Case) -> None:
     """Also where a device needs the memory twice for a micro-batch: no deadlock, no excess."""
-    plan, costs = case.plan, case.costs
-    unlimited = simulate(plan, costs, policy("zb"), turn=case.turn)
-    table = unlimited.problem.route
-    largest = [0.0] * (plan.devices[-1] + 1)
-    for micro_batch in range(costs.num_micro_batches):
-        whole = dict.fromkeys(plan.devices, 0.0)
-        for stage, row in enumerate(table):
-            whole[row[micro_batch]] += costs.activation[stage][micro_batch]
-        largest = [max(a, whole.get(d, 0.0)) for d, a in enumerate(largest)]
-    rng = random.Random(repr(case.turn))
-    memory = [a * rng.choice([1.0, 1.2, 2.0, 3.0]) for a in largest]
+    plan, costs, memory = case.plan, case.costs, tight_memory(case)
     placed = simulate(plan, costs, policy("zb"), turn=case.turn, memory=memory)
     assert sum(map(len, placed.order)) == len(placed.start)
     for peak, allowed in zip(placed.peak, memory, strict=True):
         assert peak <= allowed * (1 + CLOSE)
+
+
+@given(cases(devices=8, batches=16, policy="zb"))
+def test_what_can_be_placed_in_time_is_not_given_up(case: Case) -> None:
+    """Also where one way of lending memory stops the pipeline, and the other has to be tried."""
+    placed = simulate(
+        case.plan, case.costs, policy("zb"), turn=case.turn, memory=tight_memory(case)
+    )
+    limits = Limits(policy("zb").limits(placed.problem).in_flight, tight_memory(case))
+    for margin in (1.001, 1.1, 1.5):
+        stop = margin * placed.makespan + 1e-9
+        again = engine.place(placed.problem, policy("zb"), case.turn, limits, stop)
+        assert again is not None
+        assert again.makespan == placed.makespan
 
 
 def test_a_limit_below_one_micro_batch_is_exceeded_and_shown() -> None:
@@ -220,3 +226,16 @@ def test_costs_that_are_no_costs_are_refused() -> None:
         OpCosts(((1.0,),), ((1.0,),), ((1.0,),), ((1.0,),), ((1.0,),))
     with pytest.raises(ValueError, match="one stage and one micro-batch"):
         OpCosts.uniform(2, 0)
+
+
+def test_orders_of_entry_have_the_small_micro_batches_where_their_names_say() -> None:
+    costs = OpCosts.scaled([4, 4], (50, 10, 80, 20, 60, 30, 70, 40))
+    found = dict(turns(costs, 1))
+    assert list(found) == [
+        "small-ends", "tent", "ascending", "small-ends-short", "given", "descending"
+    ]  # fmt: skip
+    assert found["small-ends"] == (1, 3, 0, 4, 6, 2, 7, 5)
+    assert found["small-ends-short"] == (1, 5, 7, 0, 4, 6, 2, 3)
+    assert found["tent"] == (1, 5, 0, 6, 2, 4, 7, 3)
+    assert found["ascending"] == found["descending"][::-1] == (1, 3, 5, 7, 0, 4, 6, 2)
+    assert list(turns(OpCosts.scaled([4, 4], (5, 5, 5)), 1)) == [("given", (0, 1, 2))]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 from hypothesis import given
@@ -16,7 +17,7 @@ from megatron_flex.schedule.policies.policy import Limits
 from megatron_flex.schedule.replay import replay
 from megatron_flex.schedule.routing import route
 from tests.oracles import engine as oracle
-from tests.unit.schedule.strategies import Case, cases
+from tests.unit.schedule.strategies import Case, cases, tight_memory
 
 
 def both(case: Case, stop: float = math.inf) -> tuple[Placement | None, Placement | None]:
@@ -33,6 +34,12 @@ def both(case: Case, stop: float = math.inf) -> tuple[Placement | None, Placemen
 @given(cases(devices=12, batches=24))
 def test_both_passes_place_every_operation_alike(case: Case) -> None:
     native, python = both(case)
+    assert native == python
+
+
+@given(cases(devices=8, batches=16, policy="zb"))
+def test_both_passes_lend_a_tight_memory_alike(case: Case) -> None:
+    native, python = both(replace(case, memory=tight_memory(case)))
     assert native == python
 
 
