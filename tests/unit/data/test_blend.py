@@ -70,13 +70,6 @@ def test_sets_are_drawn_by_the_rule_of_sainte_lague() -> None:
     assert which.tolist() == [0, 0, 1, 0, 0, 0, 1, 0]
 
 
-def test_sets_of_one_size_are_shuffled_each_in_its_own_way() -> None:
-    which, index = BlendOrder((50, 50), (1.0, 1.0), 4).locate(np.arange(100))
-    first, second = index[which == 0], index[which == 1]
-    assert sorted(first) == sorted(second) == list(range(50))
-    assert (first == second).sum() < 10
-
-
 def test_impossible_weights_are_refused() -> None:
     with pytest.raises(DataError, match="positive"):
         BlendOrder((1, 1), (0.5, 0.0), 1)

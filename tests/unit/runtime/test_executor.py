@@ -18,6 +18,7 @@ from megatron_flex.runtime.executor import Executor, StepInputs, StepResult
 from megatron_flex.runtime.holdings import Holdings
 from megatron_flex.runtime.optimizer import OptimizerConfig, StepSize
 from megatron_flex.runtime.world import World
+from megatron_flex.schedule.part import part_of
 from tests.unit.model.support import build_model, make_batch, make_bert, make_config, run
 from tests.unit.model.support import named_parameters as by_name
 
@@ -45,11 +46,11 @@ def denominators(config: ModelConfig, packed: list[PackedBatch]) -> tuple[int, .
 
 
 class Worker:
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, exact: bool = False) -> None:
         self.config = config
         self.plan = Plan.parse(f"0:{config.layers.num_units}@0")
         world = World(0, 1, CPU, timedelta(seconds=10))
-        self.holdings = Holdings(config, self.plan, 0, CPU)
+        self.holdings = Holdings(config, self.plan, 0, CPU, exact=exact)
         self.executor = Executor(world, self.holdings, ADAM)
 
     def run(
@@ -58,7 +59,7 @@ class Worker:
         parts = [MicroBatch(tuple(Slice(n, 0, n) for n in b.lengths)) for b in packed]
         program = build_program(self.config, self.plan, parts, 1)
         inputs = StepInputs(lambda m, *_: packed[m], totals, STEP, count_zeros=count_zeros)
-        return self.executor.run(program, inputs)
+        return self.executor.run(part_of(program, 0), inputs)
 
 
 @pytest.mark.parametrize(
@@ -100,10 +101,11 @@ def test_iterations_are_those_of_autograd_and_adamw(config: ModelConfig) -> None
     assert worker.holdings.updates == 3
 
 
+@pytest.mark.parametrize("exact", [False, True])
 @pytest.mark.parametrize("what", ["no target", "not finite"])
-def test_an_iteration_that_cannot_be_used_changes_nothing(what: str) -> None:
+def test_an_iteration_that_cannot_be_used_changes_nothing(what: str, exact: bool) -> None:
     config = make_config()
-    worker, other = Worker(config), Worker(config)
+    worker, other = Worker(config, exact), Worker(config, exact)
     packed = batches(config, 0)
     spoilt = [replace(b, loss_mask=torch.zeros(b.num_tokens)) for b in packed]
     totals: tuple[int, ...] = (0,)
