@@ -11,7 +11,6 @@ from megatron_flex.schedule.instructions import (
     BackwardWeight,
     Forward,
     GlobalNorm,
-    Instruction,
     RecvGradient,
 )
 from megatron_flex.schedule.residency import Travels, travels
@@ -28,7 +27,7 @@ PLAN = Plan.parse("0:4@0 | 4:8@1 ; activations 1")
     ],
 )
 def test_activations_travel_where_there_is_an_operation_in_which_they_are_away(
-    between: tuple[Instruction, ...], away: bool
+    between: tuple[Forward, ...], away: bool
 ) -> None:
     found = travels((Forward(0, 0), *between, RecvGradient(0, 1, 1, 5), Backward(0, 0)), PLAN)
     if away:
