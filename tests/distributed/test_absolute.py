@@ -21,8 +21,10 @@ from tests.oracles.model import Step, Training
 ITERATIONS = 4
 TOLERANCE = 1e-5
 LONGEST = 30
-# Large enough for the layers to matter.
-PLAIN: dict[str, Any] = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "init_method_std": 0.1}
+# Weights large enough for the layers to matter.
+PLAIN: dict[str, Any] = {
+    "hidden_dropout": 0.0, "attention_dropout": 0.0, "init_method_std": 0.1
+}  # fmt: skip
 MODERN: dict[str, Any] = {
     "position_embedding_type": "rope",
     "normalization": "RMSNorm",
@@ -34,8 +36,12 @@ MODERN: dict[str, Any] = {
 MODELS: dict[str, ModelConfig] = {
     "gpt": replace(jobs.TINY, **PLAIN),
     "gpt, modern": replace(jobs.TINY, **PLAIN, **MODERN),
+    # Small weights: some gradients are clipped, some are not.
     "gpt, half rotary, qk norms": replace(
-        jobs.TINY, **PLAIN, position_embedding_type="rope", rotary_percent=0.5, qk_layernorm=True
+        jobs.TINY,
+        **{**PLAIN, **MODERN, "init_method_std": 0.004},
+        rotary_percent=0.5,
+        qk_layernorm=True,
     ),
     "bert": replace(jobs.BERT, **PLAIN),
     "bert, without the second loss": replace(
@@ -80,7 +86,7 @@ def assert_close(actual: Mapping[str, torch.Tensor], expected: Mapping[str, torc
     for name, value in expected.items():
         error = float((actual[name].double() - value).norm())
         # A key's bias has no gradient in theory, and noise in practice.
-        assert error <= TOLERANCE * float(value.norm()) + 1e-6 * largest, (
+        assert error <= TOLERANCE * float(value.norm()) + 2e-6 * largest, (
             f"{name}: {error:.2e} beside {float(value.norm()):.2e}"
         )
 
@@ -101,11 +107,12 @@ def test_losses_gradients_and_updates_equal_a_float64_model(
         )  # fmt: skip
         training, steps = train(config, jobs.CLIP_GRAD, iterations)
         np.testing.assert_allclose(
-            [r.losses for r in results], [s.losses for s in steps], rtol=2e-6
+            [r.losses for r in results], [s.losses for s in steps], rtol=1e-6
         )
         norms = [s.grad_norm for s in steps[::2]]
-        np.testing.assert_allclose([r.grad_norm for r in results[::2]], norms, rtol=1e-5)
-        assert max(norms) > jobs.CLIP_GRAD, "some gradients are clipped"
+        np.testing.assert_allclose([r.grad_norm for r in results[::2]], norms, rtol=1e-6)
+        clipped = {norm > jobs.CLIP_GRAD for norm in norms}
+        assert clipped == ({True, False} if "half" in name and len(norms) > 1 else {True})
         prefix = "optimizer.state."
         # After one iteration these are the gradients themselves: a tenth, and their squares.
         for kind in ("exp_avg", "exp_avg_sq"):
