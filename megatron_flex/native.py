@@ -2,11 +2,16 @@
 
 Functions take raw addresses (``tensor.data_ptr()``), sizes in bytes or elements as 64-bit
 integers, and CUDA streams as integers. Calls release the interpreter lock.
+
+Kernels use the newest instruction sets that the processor has. ``MEGATRON_FLEX_CPU`` in the
+environment caps them, so that what other processors run can be tested on this one: ``baseline``
+(SSE2), ``avx2`` (x86-64-v3) or ``avx512`` (x86-64-v4).
 """
 
 from __future__ import annotations
 
 import ctypes
+import os
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -44,6 +49,8 @@ SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     # fixed_point.cpp
     "mflex_fixed_accumulate": (_INT, [_POINTER, _POINTER, _LONG, _INT, _INT]),
     "mflex_fixed_finish": (None, [_POINTER, _POINTER, _LONG, _INT, _INT]),
+    # level.cpp
+    "mflex_cap_level": (_INT, [_INT]),
     # build_info.cpp
     "mflex_built_with_cuda": (_INT, []),
     # copies.h: segment_copy.cpp, cast_copy.cpp, varlen.cpp, chunked_copy.cpp
@@ -128,21 +135,47 @@ class NativeError(RuntimeError):
     """The native library is missing or does not fit this package: build it again."""
 
 
+CPU_CAP = "MEGATRON_FLEX_CPU"
+LEVELS = {"baseline": 1, "avx2": 3, "avx512": 4}
+"""What :data:`CPU_CAP` may be, and the numbers of ``kernels/src/level.h``."""
+
+
+def cap_cpu(name: str = "") -> str:
+    """Use instruction sets up to ``name`` of :data:`LEVELS` from now on, in the whole process.
+
+    Returns the level in use: the processor's own may be lower. Without a name nothing changes.
+    """
+    used = function("mflex_cap_level")(LEVELS[name] if name else 0)
+    return next(level for level, number in LEVELS.items() if number == used)
+
+
 @cache
 def library() -> ctypes.CDLL:
-    """The loaded library. Raises :class:`NativeError` when it is missing or cannot be loaded."""
+    """The loaded library.
+
+    Raises :class:`NativeError` when it is missing or cannot be loaded, or when
+    ``MEGATRON_FLEX_CPU`` is no level.
+    """
+    cap = os.environ.get(CPU_CAP) or "avx512"
+    if cap not in LEVELS:
+        raise NativeError(f"{CPU_CAP} is '{cap}' in the environment: use {', '.join(LEVELS)}")
     if not LIBRARY.exists():
         raise NativeError(
             f"the native library {LIBRARY} is missing: run `make native` in the source tree, or"
             " install the package again with `pip install .` (needs g++; CMake is fetched)"
         )
     try:
-        return ctypes.CDLL(str(LIBRARY))
+        loaded = ctypes.CDLL(str(LIBRARY))
     except OSError as error:
         raise NativeError(
             f"the native library {LIBRARY} cannot be loaded ({error}): it was built for another"
             " machine; build it again with `make native` or `pip install .`"
         ) from error
+    try:
+        loaded.mflex_cap_level(LEVELS[cap])
+    except AttributeError:
+        pass  # an older library: the first function that is missing from it is named
+    return loaded
 
 
 @cache

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 import pytest
 from hypothesis import HealthCheck, settings
 
+from megatron_flex import native
 from tests.distributed.pool import WorkerPool
 
 _SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large]
@@ -48,6 +49,16 @@ def count(request: pytest.FixtureRequest) -> Callable[[int, int], int]:
     """``count(few, many)``: the first in CI, the second under ``--soak``."""
     soak = request.config.getoption("--soak")
     return lambda few, many: many if soak else few
+
+
+@pytest.fixture(scope="module", params=native.LEVELS)
+def cpu_level(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Runs a module's tests once for each instruction set that the processor has."""
+    if native.cap_cpu(request.param) == request.param:
+        yield request.param
+    else:
+        pytest.skip(f"no {request.param} here")
+    native.cap_cpu(os.environ.get(native.CPU_CAP) or "avx512")
 
 
 @pytest.fixture(scope="session")

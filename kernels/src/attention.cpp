@@ -13,6 +13,7 @@
 #include "api.h"
 #include "dropout_hash.h"
 #include "floats.h"
+#include "level.h"
 #include "parallel.h"
 
 namespace mflex {
@@ -78,10 +79,6 @@ struct Attention {
 
 using Item = void (*)(const Attention&, int64_t, int64_t, bool, float*);
 
-Item item_of(int level) {
-  return MFLEX_AT_LEVEL(level, item);
-}
-
 // Floats of scratch memory that one item of `length` tokens needs; an upper bound for each form.
 int64_t scratch_floats(const Attention& p, int64_t length, bool back) {
   const int64_t width = (p.depth + kWidest - 1) / kWidest * kWidest;
@@ -93,7 +90,8 @@ int64_t scratch_floats(const Attention& p, int64_t length, bool back) {
 }
 
 // False if scratch memory could not be had.
-bool run(const Attention& p, Item item, bool back, int threads) {
+bool run(const Attention& p, bool back, int threads) {
+  const Item run_item = MFLEX_PICK(item);
   // Longest first, each taken by whichever thread is free.
   std::vector<int64_t> order(p.samples);
   for (int64_t i = 0; i < p.samples; ++i) order[i] = i;
@@ -113,7 +111,7 @@ bool run(const Attention& p, Item item, bool back, int threads) {
       return;
     }
     for (int64_t i; (i = next.fetch_add(1)) < items;)
-      item(p, order[i / p.groups], i % p.groups, back, scratch.get());
+      run_item(p, order[i / p.groups], i % p.groups, back, scratch.get());
   });
   return !failed;
 }
@@ -140,11 +138,10 @@ struct mflex_attention {
   uint32_t threshold;       // drop probability times 2^32
   int32_t causal, dtype;    // dtype 0 float32, 1 bfloat16
   int32_t threads;
-  int32_t level;  // instruction set: 0 for the newest, else see levels.inl
 };
 
-// Forward pass, or the backward pass where grad_output is set. Returns 0, 1 if memory ran out, 2 if
-// this processor does not have the instruction set.
+// Forward pass, or the backward pass where grad_output is set. Returns 0, or 1 if
+// memory ran out.
 MFLEX_API int32_t mflex_attention_run(const mflex_attention* a) {
   mflex::Attention p{};
   p.q = a->query;
@@ -178,8 +175,5 @@ MFLEX_API int32_t mflex_attention_run(const mflex_attention* a) {
   p.sites = a->sites;
   p.threshold = a->threshold;
   p.keep_scale = a->keep_scale;
-  static const mflex::Item newest = mflex::item_of(0);
-  const mflex::Item item = a->level == 0 ? newest : mflex::item_of(a->level);
-  if (item == nullptr) return 2;
-  return mflex::run(p, item, a->grad_output != nullptr, a->threads) ? 0 : 1;
+  return mflex::run(p, a->grad_output != nullptr, a->threads) ? 0 : 1;
 }

@@ -3,6 +3,7 @@
 
 #include "cast.h"
 #include "copies.h"
+#include "level.h"
 #include "parallel.h"
 #include "stream_copy.h"
 
@@ -65,21 +66,21 @@ MFLEX_INLINE void cast_streaming(typename Cast::To* target, const typename Cast:
   cast_all(target + done, source + done, count - done, cast);
 }
 
-MFLEX_CLONES void narrow(uint16_t* target, const uint32_t* source, int64_t count,
+MFLEX_INLINE void narrow(uint16_t* target, const uint32_t* source, int64_t count,
                          uint16_t nan_bits) {
   cast_all(target, source, count, Narrow{nan_bits});
 }
 
-MFLEX_CLONES void narrow_streaming(uint16_t* target, const uint32_t* source, int64_t count,
+MFLEX_INLINE void narrow_streaming(uint16_t* target, const uint32_t* source, int64_t count,
                                    uint16_t nan_bits) {
   cast_streaming(target, source, count, Narrow{nan_bits});
 }
 
-MFLEX_CLONES void widen(uint32_t* target, const uint16_t* source, int64_t count) {
+MFLEX_INLINE void widen(uint32_t* target, const uint16_t* source, int64_t count) {
   cast_all(target, source, count, Widen{});
 }
 
-MFLEX_CLONES void widen_streaming(uint32_t* target, const uint16_t* source, int64_t count) {
+MFLEX_INLINE void widen_streaming(uint32_t* target, const uint16_t* source, int64_t count) {
   cast_streaming(target, source, count, Widen{});
 }
 
@@ -91,7 +92,7 @@ MFLEX_API void mflex_cast_float32_to_bfloat16(const uint32_t* source, uint16_t* 
   using namespace mflex;
   const bool streams = 6 * count >= kStreamTraffic;
   parallel_for(count, kGrain, threads, [&](int64_t begin, int64_t end) {
-    const auto cast = streams ? narrow_streaming : narrow;
+    const auto cast = streams ? AtLevels<narrow_streaming>::pick() : AtLevels<narrow>::pick();
     cast(target + begin, source + begin, end - begin, static_cast<uint16_t>(nan_bits));
     if (streams) stream_fence();
   });
@@ -102,7 +103,8 @@ MFLEX_API void mflex_cast_bfloat16_to_float32(const uint16_t* source, uint32_t* 
   using namespace mflex;
   const bool streams = 6 * count >= kStreamTraffic;
   parallel_for(count, kGrain, threads, [&](int64_t begin, int64_t end) {
-    (streams ? widen_streaming : widen)(target + begin, source + begin, end - begin);
+    const auto cast = streams ? AtLevels<widen_streaming>::pick() : AtLevels<widen>::pick();
+    cast(target + begin, source + begin, end - begin);
     if (streams) stream_fence();
   });
 }

@@ -3,6 +3,7 @@
 #include <cmath>
 
 #include "api.h"
+#include "level.h"
 #include "parallel.h"
 
 namespace mflex {
@@ -24,7 +25,7 @@ int64_t grain(int64_t columns) {
 MFLEX_API void mflex_log_normalizers(const float* logits, int64_t rows, int64_t columns,
                                      float* normalizer, int32_t threads) {
   using namespace mflex;
-  static const auto function = MFLEX_AT_LEVEL(0, normalizers);
+  const auto function = MFLEX_PICK(normalizers);
   parallel_for(rows, grain(columns), threads, [&](int64_t begin, int64_t end) {
     function(logits, begin, end, columns, normalizer);
   });
@@ -35,7 +36,7 @@ MFLEX_API void mflex_cross_entropy_gradients(float* logits, const int64_t* label
                                              const float* normalizer, const float* grad,
                                              int64_t rows, int64_t columns, int32_t threads) {
   using namespace mflex;
-  static const auto function = MFLEX_AT_LEVEL(0, gradients);
+  const auto function = MFLEX_PICK(gradients);
   parallel_for(rows, grain(columns), threads, [&](int64_t begin, int64_t end) {
     function(logits, labels, normalizer, grad, begin, end, columns);
   });

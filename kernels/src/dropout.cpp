@@ -3,11 +3,12 @@
 #if defined(__clang__)
 #pragma clang fp contract(off)
 #elif defined(__GNUC__)
-#pragma GCC optimize("fp-contract=off")
+#pragma GCC optimize("fp-contract=off", "no-trapping-math")
 #endif
 
 #include "api.h"
 #include "dropout_hash.h"
+#include "level.h"
 #include "parallel.h"
 
 namespace mflex {
@@ -35,30 +36,13 @@ MFLEX_INLINE void rows(const BiasDropoutAdd<T>& a, int64_t begin, int64_t end) {
   }
 }
 
-// target_clones takes no templates.
-#define MFLEX_ROWS(NAME, T, BIAS, RESIDUAL)                                        \
-  MFLEX_CLONES void NAME(const BiasDropoutAdd<T>& a, int64_t begin, int64_t end) { \
-    rows<T, BIAS, RESIDUAL>(a, begin, end);                                        \
-  }
-MFLEX_ROWS(rows_f32, float, false, false)
-MFLEX_ROWS(rows_f32_bias, float, true, false)
-MFLEX_ROWS(rows_f32_residual, float, false, true)
-MFLEX_ROWS(rows_f32_both, float, true, true)
-MFLEX_ROWS(rows_bf16, BFloat16, false, false)
-MFLEX_ROWS(rows_bf16_bias, BFloat16, true, false)
-MFLEX_ROWS(rows_bf16_residual, BFloat16, false, true)
-MFLEX_ROWS(rows_bf16_both, BFloat16, true, true)
-#undef MFLEX_ROWS
-
 template <typename T>
-using Rows = void (*)(const BiasDropoutAdd<T>&, int64_t, int64_t);
-
-template <typename T>
-void run(const BiasDropoutAdd<T>& a, Rows<T> plain, Rows<T> bias, Rows<T> residual, Rows<T> both,
-         int threads) {
-  Rows<T> with_bias = a.residual != nullptr ? both : bias;
-  Rows<T> without = a.residual != nullptr ? residual : plain;
-  Rows<T> function = a.bias != nullptr ? with_bias : without;
+void run(const BiasDropoutAdd<T>& a, int threads) {
+  const auto plain = a.residual != nullptr ? AtLevels<rows<T, false, true>>::pick()
+                                           : AtLevels<rows<T, false, false>>::pick();
+  const auto biased = a.residual != nullptr ? AtLevels<rows<T, true, true>>::pick()
+                                            : AtLevels<rows<T, true, false>>::pick();
+  const auto function = a.bias != nullptr ? biased : plain;
   const int64_t grain = kGrain / (a.columns > 0 ? a.columns : 1) + 1;
   parallel_for(a.rows, grain, threads,
                [&](int64_t begin, int64_t end) { function(a, begin, end); });
@@ -89,11 +73,11 @@ MFLEX_API void mflex_bias_dropout_add(const void* x, const void* bias, const voi
   if (dtype == 0) {
     run(bias_dropout_add_of<float>(x, bias, residual, tokens, site, rows, columns, threshold, scale,
                                    out),
-        rows_f32, rows_f32_bias, rows_f32_residual, rows_f32_both, threads);
+        threads);
   } else {
     run(bias_dropout_add_of<BFloat16>(x, bias, residual, tokens, site, rows, columns, threshold,
                                       scale, out),
-        rows_bf16, rows_bf16_bias, rows_bf16_residual, rows_bf16_both, threads);
+        threads);
   }
 }
 

@@ -13,6 +13,7 @@
 #include <limits>
 
 #include "api.h"
+#include "level.h"
 #include "parallel.h"
 
 namespace mflex {
@@ -34,7 +35,7 @@ MFLEX_INLINE int64_t to_integer(double value) {
 
 enum Verdict { kFine = 0, kTooLarge = 1, kNotFinite = 2 };
 
-MFLEX_CLONES int accumulate(float* __restrict gradient, int64_t* __restrict sum, int64_t count,
+MFLEX_INLINE int accumulate(float* __restrict gradient, int64_t* __restrict sum, int64_t count,
                             double scale) {
   int64_t large = 0, not_finite = 0;
   for (int64_t i = 0; i < count; ++i) {
@@ -47,7 +48,7 @@ MFLEX_CLONES int accumulate(float* __restrict gradient, int64_t* __restrict sum,
   return not_finite ? kNotFinite : large ? kTooLarge : kFine;
 }
 
-MFLEX_CLONES void finish(int64_t* __restrict sum, float* __restrict gradient, int64_t count,
+MFLEX_INLINE void finish(int64_t* __restrict sum, float* __restrict gradient, int64_t count,
                          double step) {
   for (int64_t i = 0; i < count; ++i) {
     gradient[i] = static_cast<float>(static_cast<double>(sum[i]) * step);
@@ -65,7 +66,8 @@ MFLEX_API int32_t mflex_fixed_accumulate(float* gradient, int64_t* sum, int64_t 
   std::atomic<int> worst{mflex::kFine};
   const double scale = std::ldexp(1.0, bits);
   mflex::parallel_for(count, mflex::kGrain, threads, [&](int64_t begin, int64_t end) {
-    const int found = mflex::accumulate(gradient + begin, sum + begin, end - begin, scale);
+    const auto function = mflex::AtLevels<mflex::accumulate>::pick();
+    const int found = function(gradient + begin, sum + begin, end - begin, scale);
     int known = worst.load(std::memory_order_relaxed);
     while (known < found && !worst.compare_exchange_weak(known, found)) {
     }
@@ -78,6 +80,7 @@ MFLEX_API void mflex_fixed_finish(int64_t* sum, float* gradient, int64_t count, 
                                   int32_t threads) {
   const double step = std::ldexp(1.0, -bits);
   mflex::parallel_for(count, mflex::kGrain, threads, [&](int64_t begin, int64_t end) {
-    mflex::finish(sum + begin, gradient + begin, end - begin, step);
+    const auto function = mflex::AtLevels<mflex::finish>::pick();
+    function(sum + begin, gradient + begin, end - begin, step);
   });
 }

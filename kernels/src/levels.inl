@@ -3,11 +3,13 @@
 // with the vectors of that level:
 //   MFLEX_LANES        floats in a vector
 //   MFLEX_TILE_ROWS    rows of a register tile in matrix products, two vectors wide
-// MFLEX_AT_LEVEL(level, function) gives the function of a level: 4 and 3 as in x86-64-v4 and -v3, 1
-// the portable baseline, 0 the newest that this processor has. It is null if the processor lacks
-// it.
+// MFLEX_PICK(function) gives the function of the level in use (level.h).
 
-#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
+#if !defined(MFLEX_X86_LEVELS)
+#error "include level.h first"
+#endif
+
+#if MFLEX_X86_LEVELS
 #pragma GCC push_options
 #pragma GCC target("arch=x86-64-v4")
 #define MFLEX_LANES 16
@@ -32,13 +34,10 @@ namespace v3 {
 #undef MFLEX_TILE_ROWS
 #pragma GCC pop_options
 
-#define MFLEX_AT_LEVEL(level, function)                                                         \
-  (((level) == 0 || (level) == 4) && __builtin_cpu_supports("x86-64-v4")   ? v4::function       \
-   : ((level) == 0 || (level) == 3) && __builtin_cpu_supports("x86-64-v3") ? v3::function       \
-   : (level) <= 1                                                          ? baseline::function \
-                                                                           : nullptr)
+#define MFLEX_PICK(function) \
+  (cpu_level() == kV4 ? v4::function : cpu_level() == kV3 ? v3::function : baseline::function)
 #else
-#define MFLEX_AT_LEVEL(level, function) ((level) <= 1 ? baseline::function : nullptr)
+#define MFLEX_PICK(function) baseline::function
 #endif
 
 #define MFLEX_LANES 4

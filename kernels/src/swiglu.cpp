@@ -3,6 +3,7 @@
 
 #include "api.h"
 #include "floats.h"
+#include "level.h"
 #include "parallel.h"
 
 namespace mflex {
@@ -22,7 +23,7 @@ constexpr int64_t kGrain = 1 << 13;  // elements that are worth a thread
 MFLEX_API void mflex_swiglu(const void* x, const void* grad, int64_t rows, int64_t columns,
                             int32_t dtype, void* out, int32_t threads) {
   using namespace mflex;
-  static const auto function = MFLEX_AT_LEVEL(0, swiglu);
+  const auto function = MFLEX_PICK(swiglu);
   const int64_t grain = kGrain / (columns > 0 ? columns : 1) + 1;
   parallel_for(rows, grain, threads, [&](int64_t begin, int64_t end) {
     function(x, grad, begin, end, columns, dtype, out);

@@ -42,12 +42,7 @@ class _Arguments(ctypes.Structure):
         ("causal", ctypes.c_int32),
         ("dtype", ctypes.c_int32),
         ("threads", ctypes.c_int32),
-        ("level", ctypes.c_int32),
     ]
-
-
-# Instruction set that the kernel is made to use (4, 3 or 1, see attention.cpp); 0 is the newest.
-LEVEL = 0
 
 
 @cache
@@ -84,11 +79,9 @@ def _run(
         query.stride(1), key.stride(1), value.stride(1),
         0 if cosine is None else cosine.shape[1],
         options.scale, 1.0 / (1.0 - dropout), threshold(dropout),
-        options.causal, DTYPE_CODES[query.dtype], torch.get_num_threads(), LEVEL,
+        options.causal, DTYPE_CODES[query.dtype], torch.get_num_threads(),
     )  # fmt: skip
     status = function("mflex_attention_run")(ctypes.byref(a))
-    if status == 2:
-        raise ValueError(f"this processor has no x86-64-v{LEVEL} instructions")
     if status != 0:
         raise MemoryError(
             f"no memory for the attention of a sample of {max(context.lengths)} tokens: lower"

@@ -28,7 +28,7 @@ from megatron_flex.runtime.failure import EXIT_PEER_LOST
 from megatron_flex.runtime.world import World
 from tests.distributed import jobs
 from tests.distributed.pool import WorkerError, WorkerPool
-from tests.end_to_end.processes import Job, free_port
+from tests.end_to_end.processes import Job
 from tests.end_to_end.runs import write_documents
 from tests.unit.data.files import write_flat
 
@@ -53,12 +53,12 @@ def alone(iterations: int, *more: str) -> list[str]:
     return [*FLAGS, "--train-iters", str(iterations), *more]
 
 
-def assert_nothing_is_left(job: Job, port: int) -> None:
+def assert_nothing_is_left(job: Job) -> None:
     """No process, and the port is free again."""
     assert not any(process.is_alive() for process in job.processes)
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        probe.bind(("127.0.0.1", port))
+        probe.bind(("127.0.0.1", job.port))
 
 
 # ---- a worker fails --------------------------------------------------------------------------
@@ -79,10 +79,9 @@ def bug_in_worker_1(rank: int) -> None:
 
 
 def test_a_worker_that_raises_ends_the_job_with_its_own_error(tmp_path: Path) -> None:
-    port = free_port()
     with Job(tmp_path / "job") as job:
         flags = [*ENDLESS, *saving(tmp_path / "checkpoints")]
-        job.start("pretrain_gpt.py", flags, size=3, port=port, before=bug_in_worker_1)
+        job.start("pretrain_gpt.py", flags, size=3, before=bug_in_worker_1)
         job.wait_for("iteration        2/", 2)
         start = time.monotonic()
         assert job.wait() == [EXIT_PEER_LOST, 1, EXIT_PEER_LOST]
@@ -95,16 +94,15 @@ def test_a_worker_that_raises_ends_the_job_with_its_own_error(tmp_path: Path) ->
     told = json.loads(job.error_file(1).read_text())["message"]["message"]
     assert told.startswith("error in worker 1: KeyError: 'a bug in this worker'")
     assert latest(tmp_path / "checkpoints") is None, "a failed job must not save"
-    assert_nothing_is_left(job, port)
+    assert_nothing_is_left(job)
 
 
 @pytest.mark.parametrize("victim", [0, 1, 2])
 def test_a_killed_worker_ends_the_job_without_saving(tmp_path: Path, victim: int) -> None:
-    port = free_port()
     with Job(tmp_path / "job") as job:
         flags = [*ENDLESS, *saving(tmp_path / "checkpoints"), "--exit-signal-handler"]
         # Worker 0 holds the store here, and takes it along.
-        job.start("pretrain_gpt.py", flags, size=3, port=port, agent=False)
+        job.start("pretrain_gpt.py", flags, size=3, agent=False)
         job.wait_for("iteration        2/", 2)
         start = time.monotonic()
         job.signal(victim, signal.SIGKILL)
@@ -116,30 +114,37 @@ def test_a_killed_worker_ends_the_job_without_saving(tmp_path: Path, victim: int
         assert re.search(rf"error: worker {peer}: '.*' failed", job.text(peer))
     assert "Traceback" not in job.output
     assert os.listdir(tmp_path / "checkpoints") in ([], [".checkpoint.lock"])
-    assert_nothing_is_left(job, port)
+    assert_nothing_is_left(job)
 
 
-def late_worker(sleeper: int) -> None:
-    """One worker does not begin the second iteration within the others' time-out of 2 s."""
-    world = World.create(torch.device("cpu"), timedelta(seconds=2))
+def late_worker(sleeper: int, given_up: Path) -> None:
+    """One worker does not begin before the other has given up, after a time-out of 1 s."""
+    world = World.create(torch.device("cpu"), timedelta(seconds=1))
     if dist.get_rank() == sleeper:
-        time.sleep(5)
+        deadline = time.monotonic() + 60
+        while not given_up.exists() and time.monotonic() < deadline:
+            time.sleep(0.01)
         return
     World.create = classmethod(lambda cls, device, timeout: world)  # type: ignore[method-assign, assignment]
-    jobs.train(jobs.TINY, "0:3@0 | 3:8@1", 1)
+    try:
+        jobs.train(jobs.TINY, "0:3@0 | 3:8@1", 1)
+    finally:
+        given_up.touch()
 
 
 @pytest.mark.parametrize(("sleeper", "waited_for"), [(0, "RecvActivation"), (1, "RecvGradient")])
-def test_a_wait_that_is_too_long_says_what_it_waited_for(sleeper: int, waited_for: str) -> None:
+def test_a_wait_that_is_too_long_says_what_it_waited_for(
+    sleeper: int, waited_for: str, tmp_path: Path
+) -> None:
     pool = WorkerPool()  # of its own: its workers are not fit for use afterwards
     try:
         with pytest.raises(WorkerError) as caught:
-            pool.run(2, late_worker, sleeper)
+            pool.run(2, late_worker, sleeper, tmp_path / "given up")
     finally:
         pool.close()
     assert caught.value.kind == "CommunicationError"
     assert re.search(
-        rf"worker {1 - sleeper}: '{waited_for} .* peer={sleeper} .*time-out 2 s", str(caught.value)
+        rf"worker {1 - sleeper}: '{waited_for} .* peer={sleeper} .*time-out 1 s", str(caught.value)
     )
 
 
@@ -190,9 +195,9 @@ def test_without_the_handler_sigterm_ends_a_worker_as_usual(tmp_path: Path) -> N
 def test_a_worker_that_starts_late_is_waited_for(tmp_path: Path) -> None:
     flags = [*FLAGS, *UNEVEN, "--train-iters", "2"]
     start = time.monotonic()
-    with Job(tmp_path).start("pretrain_gpt.py", flags, size=3, delays=(0, 0, 4)) as job:
+    with Job(tmp_path).start("pretrain_gpt.py", flags, size=3, delays=(0, 0, 2)) as job:
         assert job.wait() == [0, 0, 0]
-    assert time.monotonic() - start > 4
+    assert time.monotonic() - start > 2
     assert "iteration        2/       2" in job.text(2)
 
 

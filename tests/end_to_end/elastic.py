@@ -16,11 +16,9 @@ from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-
 from megatron_flex.twinlayer.client import status_of
 from megatron_flex.twinlayer.location import DIRECTORY
-from tests.end_to_end.processes import Job, free_port
+from tests.end_to_end.processes import Job, agents_store
 
 
 class Elastic:
@@ -49,8 +47,7 @@ class Elastic:
         self._script, self._argv, self._size = script, list(argv), size
         self._max_restarts = max_restarts
         self._before = before
-        self._port = free_port()
-        self._store = dist.TCPStore("127.0.0.1", self._port, is_master=True, wait_for_workers=False)
+        self._store = agents_store()
         self._start()
 
     def _start(self) -> None:
@@ -65,8 +62,7 @@ class Elastic:
             self._script,
             self._argv,
             size=self._size,
-            port=self._port,
-            agent=False,  # the store is here already
+            port=self._store.port,
             environment=environment,
             before=self._before,
         )

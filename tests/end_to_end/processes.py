@@ -26,6 +26,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from tests.distributed.pool import PRELOAD
+from tests.ports import held_port
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -39,7 +40,9 @@ class Job:
 
     directory: Path
     processes: list[ForkServerProcess] = field(default_factory=list)
+    port: int = 0
     _store: dist.TCPStore | None = None
+    _held: socket.socket | None = None
 
     def start(
         self,
@@ -57,8 +60,8 @@ class Job:
         """Start ``size`` workers.
 
         Args:
-            port: where they meet; default one that is free.
-            agent: hold the store here, as torchrun does.
+            port: where another holds the store already; by default one that is free.
+            agent: hold the store here, as torchrun does, else the first worker does.
             environment: further variables.
             delays: worker ``i`` begins ``delays[i]`` seconds late.
             before: called with the rank before the script runs, to break something.
@@ -67,11 +70,19 @@ class Job:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(PRELOAD)  # the pool's server, if it runs already
         self.directory.mkdir(parents=True, exist_ok=True)
-        port = free_port() if port is None else port
-        meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)} if size > 1 else {}
-        if size > 1 and agent:
-            self._store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
-            meeting |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
+        meeting: dict[str, str] = {}
+        if size > 1:
+            if port is not None:
+                self.port = port
+            elif agent:
+                self._store = agents_store()
+                self.port = self._store.port
+                meeting["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+                meeting["TORCHELASTIC_RESTART_COUNT"] = "0"
+            else:
+                self._held = held_port()
+                self.port = self._held.getsockname()[1]
+            meeting |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(self.port)}
         for rank in range(size):
             place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size)}
             place["TORCHELASTIC_ERROR_FILE"] = str(self.error_file(rank))
@@ -144,13 +155,13 @@ class Job:
                 process.kill()
             process.join(10)
         self._store = None
+        if self._held is not None:
+            self._held.close()
 
 
-def free_port() -> int:
-    """A port that nothing uses now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+def agents_store() -> dist.TCPStore:
+    """The store that a launcher holds, at a port that the kernel chose."""
+    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
 
 def _worker(

@@ -21,6 +21,7 @@ from megatron_flex.runtime.shards import owned_state
 from megatron_flex.runtime.world import World
 from megatron_flex.telemetry.record import IterationRecord, ValidationRecord
 from megatron_flex.training import Trainer
+from tests.close import assert_numbers_close, assert_state_close
 from tests.distributed.pool import WorkerPool
 from tests.unit.data.files import write_flat
 
@@ -140,15 +141,10 @@ def assert_equal_bits(actual: Run, expected: Run) -> None:
 
 
 def assert_same(actual: Run, expected: Run, start: int = 0) -> None:
-    """Losses from iteration ``start`` on to 1e-6 relative, weights and moments by tensor."""
-    np.testing.assert_allclose(actual.losses, expected.losses[start:], rtol=1e-6)
-    np.testing.assert_allclose(
-        np.array(actual.norms, float), np.array(expected.norms[start:], float), rtol=2e-5
-    )
-    assert actual.state.keys() == expected.state.keys()
-    for name, tensor in expected.state.items():
-        error = torch.linalg.vector_norm(actual.state[name] - tensor)
-        assert error <= 5e-6 * torch.linalg.vector_norm(tensor), f"{name} differs by {error:.2e}"
+    """Losses from iteration ``start`` on, weights and moments by tensor."""
+    assert_numbers_close(actual.losses, expected.losses[start:], 3e-7, "losses")
+    assert_numbers_close(actual.norms, expected.norms[start:], 1e-6, "norms")
+    assert_state_close(actual.state, expected.state, 1e-5)
     assert actual.updates == expected.updates
 
 

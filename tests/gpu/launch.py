@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from tests.ports import held_port
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -37,7 +38,8 @@ class Launch:
         environment: Mapping[str, str] | None = None,
     ) -> None:
         directory.mkdir(parents=True, exist_ok=True)
-        self.port = free_port() if port is None else port
+        self._held = held_port() if port is None else None
+        self.port = self._held.getsockname()[1] if self._held is not None else port
         self.log = directory / "log.jsonl"
         self._output = [directory / f"worker{rank}.{attempt}" for rank in range(size)]
         shared = {
@@ -112,11 +114,5 @@ class Launch:
             process.kill()
         for process in self.processes:
             process.wait(10)
-
-
-def free_port() -> int:
-    """A port that nothing listens at."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+        if self._held is not None:
+            self._held.close()

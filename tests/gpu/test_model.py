@@ -14,6 +14,7 @@ from megatron_flex.model.blocks import Block, HeadBlock, build_block
 from megatron_flex.model.config import ModelConfig
 from megatron_flex.model.dropout import masked_scale, masked_scale_torch
 from megatron_flex.model.keys import token_keys
+from tests.close import assert_close
 from tests.unit.model.support import hidden_states, make_batch, make_config, named_parameters, run
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -69,7 +70,7 @@ def test_float32_losses_and_gradients_equal_the_cpus(changes: dict[str, Any]) ->
     batch = make_batch((5, 40, 17), config)
     cpu, cuda = build(config, "cpu"), build(config, "cuda")
     loss, other = run(cpu, batch), run(cuda, batch.to(torch.device("cuda")))
-    torch.testing.assert_close(other.cpu(), loss, rtol=1e-5, atol=0)
+    assert_close(other.cpu(), loss, 1e-5)
     loss.backward()
     other.backward()
     theirs = named_parameters(cuda)
@@ -77,7 +78,7 @@ def test_float32_losses_and_gradients_equal_the_cpus(changes: dict[str, Any]) ->
         grad = theirs[name].grad
         assert grad is not None
         assert parameter.grad is not None
-        torch.testing.assert_close(grad.cpu(), parameter.grad, rtol=1e-4, atol=1e-4, msg=name)
+        assert_close(grad.cpu(), parameter.grad, 1e-4, name)
 
 
 @pytest.mark.parametrize("changes", [{}, LLAMA, {"causal": False}], ids=["gpt", "llama", "both"])
@@ -102,7 +103,7 @@ def test_bfloat16_is_close_and_neighbours_contents_do_not_matter(changes: dict[s
     after = losses(dataclasses.replace(batch, tokens=others))
     assert torch.equal(before[7:27], after[7:27])
     exact = build(dataclasses.replace(config, params_dtype="float32"), "cuda")
-    torch.testing.assert_close(run(blocks, batch), run(exact, batch), rtol=2e-2, atol=0)
+    assert_close(run(blocks, batch), run(exact, batch), 2e-2)
 
 
 @pytest.mark.skipif(
@@ -116,4 +117,4 @@ def test_transformer_engines_modules_equal_the_local_ones(changes: dict[str, Any
     theirs = named_parameters(engine)
     for name, parameter in named_parameters(local).items():
         assert torch.equal(parameter, theirs[name]), name
-    torch.testing.assert_close(run(engine, batch), run(local, batch), rtol=1e-2, atol=0)
+    assert_close(run(engine, batch), run(local, batch), 1e-2)

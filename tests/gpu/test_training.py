@@ -10,6 +10,7 @@ import torch
 
 from megatron_flex.twinlayer.location import DIRECTORY, socket_of
 from megatron_flex.twinlayer.manager import stop
+from tests.close import assert_numbers_close
 from tests.end_to_end import runs
 from tests.gpu.launch import Launch
 
@@ -57,7 +58,7 @@ def test_a_static_pipeline_trains_as_the_cpu_does(
 ) -> None:
     with Launch(tmp_path, [*flags, "--flexpipe-plan", PIPELINES[size]], size=size) as job:
         job.wait(SECONDS)
-        assert job.losses() == pytest.approx(expected, rel=TOLERANCE)
+        assert_numbers_close(job.losses(), expected, TOLERANCE)
 
 
 @pytest.mark.parametrize(
@@ -79,7 +80,7 @@ def test_changing_plans_train_as_the_cpu_does(
     more = ["--flexpipe-plans", str(script), "--flexpipe-switch", *way.split()]
     with Launch(tmp_path, [*flags, *more], size=3) as job:
         job.wait(SECONDS)
-        assert job.losses() == pytest.approx(expected, rel=TOLERANCE)
+        assert_numbers_close(job.losses(), expected, TOLERANCE)
 
 
 @pytest.mark.parametrize("way", ["live", "handover"])
@@ -92,13 +93,13 @@ def test_offloading_and_recomputing_change_nothing(
     more += ["--flexpipe-twin-snapshot", "2"]
     with Launch(tmp_path, [*flags, *more], size=2) as job:
         job.wait(SECONDS)
-        assert job.losses() == pytest.approx(expected, rel=TOLERANCE)
+        assert_numbers_close(job.losses(), expected, TOLERANCE)
 
 
 def test_bfloat16_is_close(flags: list[str], expected: list[float], tmp_path: Path) -> None:
     with Launch(tmp_path, [*flags, "--bf16", "--flexpipe-plan", PIPELINES[2]], size=2) as job:
         job.wait(SECONDS)
-        assert job.losses() == pytest.approx(expected, rel=3e-2)
+        assert_numbers_close(job.losses(), expected, 3e-2)
 
 
 def test_a_killed_job_goes_on_from_host_memory(
@@ -115,7 +116,7 @@ def test_a_killed_job_goes_on_from_host_memory(
         with again:
             again.wait(SECONDS)
             assert "in host memory: starting at iteration" in again.output
-            assert again.losses() == pytest.approx(expected, rel=TOLERANCE)
+            assert_numbers_close(again.losses(), expected, TOLERANCE)
     finally:
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv(DIRECTORY, runtime[DIRECTORY])

@@ -51,6 +51,27 @@ def test_the_library_has_every_function_of_the_table() -> None:
                 native.function(name)
 
 
+@pytest.mark.parametrize("cap", native.LEVELS)
+def test_the_environment_caps_the_instruction_sets(
+    cap: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    used, newest = native.cap_cpu(), native.cap_cpu("avx512")
+    monkeypatch.setenv(native.CPU_CAP, cap)
+    try:
+        native.library.__wrapped__()
+        levels = list(native.LEVELS)
+        assert native.cap_cpu() == min(cap, newest, key=levels.index)
+    finally:
+        native.cap_cpu(used)
+
+
+def test_a_cap_that_is_no_level_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(native.CPU_CAP, "sse9")
+    words = r"MEGATRON_FLEX_CPU is 'sse9' in the environment: use baseline, avx2, avx512"
+    with pytest.raises(native.NativeError, match=words):
+        native.library.__wrapped__()
+
+
 def test_the_library_is_loaded_once() -> None:
     assert native.library() is native.library()
     assert isinstance(native.library(), ctypes.CDLL)

@@ -11,6 +11,7 @@ import torch
 from megatron_flex.data.packed import PackedBatch
 from megatron_flex.model.config import loss_names
 from megatron_flex.model.head import HeadBlock
+from tests.close import assert_close, assert_numbers_close
 from tests.unit.model import reference
 from tests.unit.model.support import (
     build_model,
@@ -72,10 +73,10 @@ def test_logits_losses_and_gradients_equal_bertmodel(
     hidden = hidden_states(blocks, batch)
     results = [call(model, part, types, labels=False) for part in split_batch(batch)]
     expected = torch.cat([logits[0] for logits, _ in results])
-    torch.testing.assert_close(head.logits(hidden), expected, rtol=1e-5, atol=1e-5)
+    assert_close(head.logits(hidden), expected, 3e-6)
     if config.binary_head:
         binary = torch.cat([logits for _, logits in results])
-        torch.testing.assert_close(head.binary_logits(hidden, batch), binary, rtol=1e-5, atol=1e-5)
+        assert_close(head.binary_logits(hidden, batch), binary, 7e-6)
 
     losses = run(blocks, batch)
     assert losses.shape == (len(loss_names(config)),)
@@ -90,12 +91,13 @@ def test_logits_losses_and_gradients_equal_bertmodel(
             assert part.sentence_order is not None
             totals[1] = totals[1] + torch.nn.functional.cross_entropy(order, part.sentence_order)
     totals.backward(weights)
-    torch.testing.assert_close(losses, totals, rtol=1e-5, atol=1e-5)
+    assert_numbers_close(losses.tolist(), totals.tolist(), 6e-6)
     for name, parameter in ours.items():
         grad = theirs[name].grad
         assert parameter.grad is not None, name
         assert grad is not None, name
-        torch.testing.assert_close(parameter.grad, grad, rtol=1e-5, atol=1e-5, msg=name)
+        # That of the sentence order's bias is a difference of nearly equal sums.
+        assert_close(parameter.grad, grad, 1e-5, name, least=0.1)
 
 
 def test_a_sample_without_sentence_order_has_no_sop_loss() -> None:
@@ -105,4 +107,4 @@ def test_a_sample_without_sentence_order_has_no_sop_loss() -> None:
     parts = split_batch(batch)
     assert batch.sentence_order is not None
     batch.sentence_order[0] = -1
-    torch.testing.assert_close(run(blocks, batch)[1], run(blocks, parts[1])[1])
+    assert_close(run(blocks, batch)[1], run(blocks, parts[1])[1], 1e-6)

@@ -11,6 +11,7 @@ import torch
 from megatron_flex.data.packed import PackedBatch
 from megatron_flex.model.config import ModelConfig
 from megatron_flex.model.head import HeadBlock
+from tests.close import assert_close
 from tests.unit.model import reference
 from tests.unit.model.support import (
     build_model,
@@ -94,7 +95,7 @@ def test_logits_losses_and_gradients_equal_gptmodel(
     assert isinstance(head, HeadBlock)
     hidden = hidden_states(blocks, batch)
     expected = torch.cat([logits_of(model, part) for part in split_batch(batch)])
-    torch.testing.assert_close(head.logits(hidden), expected, rtol=1e-5, atol=1e-5)
+    assert_close(head.logits(hidden), expected, 3e-6)
 
     loss = run(blocks, batch)
     loss.backward()
@@ -107,15 +108,16 @@ def test_logits_losses_and_gradients_equal_gptmodel(
         total = total + (losses[0] * part.loss_mask).sum()
     total.backward()
     assert loss.shape == (1,)
-    torch.testing.assert_close(loss[0], total, rtol=1e-5, atol=1e-5)
+    assert_close(loss[0], total, 2e-6)
     for name, parameter in ours.items():
         theirs_grad = theirs[name].grad
         assert parameter.grad is not None, name
         assert theirs_grad is not None, name
-        scale = float(theirs_grad.abs().max())
-        torch.testing.assert_close(
-            parameter.grad, theirs_grad, rtol=1e-5, atol=1e-5 * max(scale, 1.0), msg=name
-        )
+        if name.endswith("k_layernorm.bias"):
+            # It adds the same to all scores of a query: zero in theory and noise in practice.
+            assert parameter.grad.norm() < 1e-5
+        else:
+            assert_close(parameter.grad, theirs_grad, 1e-5, name)
 
 
 def test_padded_vocabulary_rows_stay_out_of_the_loss() -> None:
@@ -130,7 +132,7 @@ def test_padded_vocabulary_rows_stay_out_of_the_loss() -> None:
     logits = torch.cat([logits_of(model, part) for part in split_batch(batch)])[:, :50]
     losses = torch.nn.functional.cross_entropy(logits, batch.labels, reduction="none")
     loss = run(blocks, batch)
-    torch.testing.assert_close(loss[0], (losses * batch.loss_mask).sum(), rtol=1e-5, atol=1e-5)
+    assert_close(loss[0], (losses * batch.loss_mask).sum(), 1e-6)
     loss.backward()
     grad = ours["embedding.word_embeddings.weight"].grad
     assert grad is not None

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
 import torch
 
+from megatron_flex.runtime import clock as module
 from megatron_flex.runtime.clock import Clock
 from megatron_flex.schedule.instructions import (
     Forward,
@@ -15,47 +14,67 @@ from megatron_flex.schedule.instructions import (
     UpdateOrSkip,
 )
 
-STEP = 0.02
+
+class Watch:
+    """Time that passes when a test says so, in whole seconds: sums of them are exact."""
+
+    now = 100.0
+
+    def perf_counter(self) -> float:
+        return self.now
 
 
-def took(clock: Clock, instruction: Instruction, seconds: float) -> None:
+@pytest.fixture
+def watch(monkeypatch: pytest.MonkeyPatch) -> Watch:
+    found = Watch()
+    monkeypatch.setattr(module, "time", found)
+    return found
+
+
+def took(clock: Clock, watch: Watch, instruction: Instruction, seconds: float) -> None:
     started = clock.start(instruction)
-    time.sleep(seconds)
+    watch.now += seconds
     clock.stop(instruction, started)
 
 
-def updated() -> Clock:
+def updated(watch: Watch) -> Clock:
     clock = Clock(torch.device("cpu"))
     clock.begin()
-    took(clock, UpdateOrSkip(0), 0.0)
+    took(clock, watch, UpdateOrSkip(0), 1)
     return clock
 
 
-def test_the_wait_for_another_stage_is_no_gap() -> None:
-    clock = updated()
-    time.sleep(STEP)
+def test_the_wait_for_another_stage_is_no_gap(watch: Watch) -> None:
+    clock = updated(watch)
+    watch.now += 2
     clock.begin()
-    took(clock, RecvActivation(0, 0, 0, 8), 5 * STEP)
-    took(clock, Forward(0, 1), STEP)
-    took(clock, RecvActivation(1, 0, 0, 8), STEP)
+    watch.now += 4
+    took(clock, watch, RecvActivation(0, 0, 0, 8), 8)
+    took(clock, watch, Forward(0, 1), 16)
+    took(clock, watch, RecvActivation(1, 0, 0, 8), 32)
+    took(clock, watch, Forward(1, 1), 64)
     measured = clock.measured()
-    assert STEP <= measured.gap < 4 * STEP
-    assert measured.busy == pytest.approx(STEP, rel=0.9)
+    assert measured.gap == 2 + 4
+    assert measured.busy == 16 + 64
+    assert measured.elapsed == 4 + 8 + 16 + 32 + 64
 
 
-def test_the_wait_for_late_state_is_gap_and_not_work() -> None:
-    clock = updated()
+def test_the_wait_for_late_state_is_gap_and_not_work(watch: Watch) -> None:
+    clock = updated(watch)
+    watch.now += 1
     clock.begin()
     started = clock.start(Forward(0, 0))
-    time.sleep(2 * STEP)
-    clock.waited(2 * STEP)
+    watch.now += 2
+    clock.waited(2)
+    watch.now += 4
     clock.stop(Forward(0, 0), started)
     measured = clock.measured()
-    assert measured.gap >= 2 * STEP
-    assert measured.busy < STEP
+    assert measured.gap == 1 + 2
+    assert measured.busy == 4
 
 
-def test_a_device_without_work_has_no_gap() -> None:
-    clock = updated()
+def test_a_device_without_work_has_no_gap(watch: Watch) -> None:
+    clock = updated(watch)
+    watch.now += 1
     clock.begin()
     assert clock.measured().gap == 0.0

@@ -10,6 +10,7 @@ import torch
 from megatron_flex.runtime import exact
 from megatron_flex.runtime.exact import BITS, GradientOverflowError
 from megatron_flex.runtime.slab import Slab
+from tests.close import assert_close
 from tests.unit.runtime.slabs import make_slab
 
 
@@ -52,7 +53,7 @@ def test_the_order_of_micro_batches_does_not_matter() -> None:
         assert torch.equal(result, results[0])
     expected = sum(p.double() for p in parts)
     assert isinstance(expected, torch.Tensor)
-    torch.testing.assert_close(summed(parts).double(), expected, rtol=1e-6, atol=4 * 2.0**-BITS)
+    assert_close(summed(parts), expected, 1.5e-7)
 
 
 def test_replicas_sum_to_what_one_device_has() -> None:

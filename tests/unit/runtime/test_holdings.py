@@ -15,6 +15,7 @@ from megatron_flex.planner.plan import Plan
 from megatron_flex.runtime.holdings import Holdings
 from megatron_flex.runtime.optimizer import OptimizerConfig, StepSize, update
 from megatron_flex.schedule.shards import missing, share
+from tests.close import assert_close, assert_numbers_close
 from tests.unit.model.support import make_batch, make_config, run
 from tests.unit.runtime.slabs import CPU
 
@@ -127,7 +128,7 @@ def test_the_tied_slab_is_shared_by_embedding_and_head() -> None:
     first.grad.zero_()
     run([*(holdings.blocks[unit] for unit in range(5)), head], batch).sum().backward()
     assert own.grad is not None
-    torch.testing.assert_close(whole, first.grad + own.grad)
+    assert_close(whole, first.grad + own.grad, 5e-7)
     assert first.grad.any()
     assert own.grad.any()
 
@@ -309,7 +310,7 @@ def test_norms_and_zeros_of_all_parts_are_those_of_the_whole() -> None:
     slab.grads[::3] = 0.0
     each = parts(slab.layout.numel)
     norm = sum(slab.squared_norm(part).item() for part in each)
-    assert norm == pytest.approx(slab.squared_norm().item())
+    assert_numbers_close(norm, slab.squared_norm().item(), 2e-8)
     assert sum(slab.zeros(part).item() for part in each) == slab.zeros().item()
     assert slab.squared_norm((64, 64)).item() == slab.zeros((64, 64)).item() == 0
 

@@ -7,6 +7,7 @@ import torch
 
 from megatron_flex.runtime.optimizer import OptimizerConfig, StepSize, clip_coefficient, update
 from megatron_flex.runtime.slab import Slab
+from tests.close import assert_close, assert_numbers_close, distance
 from tests.unit.runtime.slabs import make_slab
 
 SHAPES = ((33, 17), (17,), (8, 8), (5,), (1, 40))
@@ -57,7 +58,7 @@ def test_five_steps_equal_adamw_on_separate_parameters(dtype: torch.dtype) -> No
         expected = torch.nn.utils.clip_grad_norm_(parameters.values(), CONFIG.clip_grad)
         optimizer.step()
         norm = slab.squared_norm().sqrt().item()
-        assert norm == pytest.approx(expected.item(), rel=1e-6)
+        assert_numbers_close(norm, expected.item(), 3e-7)
         coefficient = clip_coefficient(norm, CONFIG.clip_grad)
         clipped += coefficient < 1.0
         update(slab, CONFIG, StepSize(rate, decay), coefficient, step)
@@ -69,7 +70,7 @@ def test_five_steps_equal_adamw_on_separate_parameters(dtype: torch.dtype) -> No
             (slab.exp_avg, optimizer.state[parameter]["exp_avg"]),
             (slab.exp_avg_sq, optimizer.state[parameter]["exp_avg_sq"]),
         ):
-            torch.testing.assert_close(slab.view(ours, entry), theirs, rtol=2e-6, atol=1e-9)
+            assert_close(slab.view(ours, entry), theirs, 1e-7, entry.name)
     assert torch.equal(slab.params, slab.master.to(dtype))
 
 
@@ -80,7 +81,7 @@ def test_only_the_decayed_part_decays() -> None:
     for entry in slab.layout.entries:
         factor = 1.0 - 0.1 * 0.5 if len(entry.shape) > 1 else 1.0
         expected = before[entry.name] * factor
-        torch.testing.assert_close(slab.view(slab.master, entry), expected, rtol=1e-6, atol=0.0)
+        assert_close(slab.view(slab.master, entry), expected, 3e-7, entry.name)
 
 
 def test_padding_stays_zero() -> None:
@@ -101,10 +102,10 @@ def test_the_step_count_decides_the_bias_correction() -> None:
         slab.grads.copy_(make_slab(*SHAPES, seed=9).grads)
     update(first, CONFIG, StepSize(0.1, 0.0), 1.0, 0)
     update(second, CONFIG, StepSize(0.1, 0.0), 1.0, 100)
-    assert not torch.allclose(first.master, second.master)
+    assert distance(first.master, second.master) > 1e-3
     # The first step of Adam moves every weight by the learning rate.
     moved = (fresh().master - first.master)[first.grads != 0].abs()
-    torch.testing.assert_close(moved, torch.full_like(moved, 0.1), rtol=1e-2, atol=0.0)
+    assert_close(moved, torch.full_like(moved, 0.1), 3e-4)
 
 
 @pytest.mark.parametrize(

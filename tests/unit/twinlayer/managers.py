@@ -62,7 +62,7 @@ def running(pid: int) -> bool:
         return False
 
 
-def wait_until_gone(pid: int, socket: Path, timeout: float = 10.0) -> None:
+def wait_until_gone(pid: int, socket: Path, timeout: float = 30.0) -> None:
     """The process and its socket are gone in time."""
     deadline = time.monotonic() + timeout
     while running(pid) or socket.exists():

@@ -77,22 +77,34 @@ def test_it_ends_when_the_job_has_ended_well() -> None:
 def test_it_waits_for_workers_to_come_back_and_then_ends() -> None:
     with manager(SMALL) as socket:
         pid = status(socket)["pid"]
-        join(socket, linger=1.5).close()
-        time.sleep(0.7)
-        join(socket, linger=1.5).close()  # a worker that came back in time
-        time.sleep(1.0)
-        assert running(pid)
+        join(socket, linger=60.0).close()
+        worker = join(socket, linger=60.0)  # came back in time
+        assert status(socket)["workers"] == [0]
+        worker.close()
+        join(socket, linger=0.2).close()
         wait_until_gone(pid, socket)
 
 
-def test_it_stays_while_a_worker_is_there_and_ends_when_none_ever_comes() -> None:
-    with manager(SMALL, patience=0.5) as socket:
-        worker = join(socket, linger=0.1)
-        time.sleep(1.0)
-        assert status(socket)["workers"] == [0]
-        worker.close()
-    with manager(SMALL, "another at localhost:1", patience=0.3) as socket:
+def test_it_ends_when_no_worker_ever_comes() -> None:
+    with manager(SMALL, patience=1.5) as socket:
         wait_until_gone(status(socket)["pid"], socket)
+
+
+def test_it_stays_while_a_worker_is_there() -> None:
+    for linger in (0.5, 4.0, 32.0):  # the longer ones for a machine that is too busy
+        with manager(SMALL, patience=4 * linger) as socket:
+            try:
+                join(socket, linger=linger).close()
+                worker = join(socket, linger=0.1)
+            except ManagerLost:
+                continue
+            ends = time.monotonic() + 4.2 * linger
+            while time.monotonic() < ends:
+                assert status(socket)["workers"] == [0]
+                time.sleep(0.05)
+            worker.close()
+            return
+    pytest.fail("no worker came back within 32 s")
 
 
 def test_a_terminated_manager_takes_its_socket_along() -> None:
@@ -236,7 +248,7 @@ def test_its_end_is_seen_without_asking() -> None:
         worker = join(socket)
         before = worker.lost
         os.kill(pid, signal.SIGKILL)
-        deadline = time.monotonic() + 5
+        deadline = time.monotonic() + 30
         while not (now := worker.lost) and time.monotonic() < deadline:
             time.sleep(0.01)
         worker.close()
