@@ -10,7 +10,8 @@
 #   make clean    remove what was built; `make distclean` also removes .venv and runs
 #
 # PYTHON=python3.12 chooses an interpreter (3.10 to 3.12), VENV=path another place for the
-# environment, PYTEST_ARGS="-k name" a part of the tests, MUTANTS_ARGS="--only planner" a part of the
+# environment, PYTEST_ARGS="-k name" a part of the tests, CPU=avx2 or CPU=baseline the instruction
+# sets that kernels and libraries may use (default: all that the processor has), MUTANTS_ARGS="--only planner" a part of the
 # faults (--help says what else).
 
 SHELL := /bin/bash
@@ -24,6 +25,19 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 LIBRARY := megatron_flex/libmegatron_flex.so
 KERNELS := $(shell find kernels/src kernels/cuda kernels/twin -type f) kernels/CMakeLists.txt kernels/build.py
 CPP := find kernels \( -name '*.cpp' -o -name '*.h' -o -name '*.inl' -o -name '*.cu' \)
+
+# What an older processor would run, as far as this one can show it.
+CPU ?=
+ifneq ($(CPU),)
+ifeq ($(filter $(CPU),avx2 baseline),)
+$(error CPU=$(CPU): use CPU=avx2 or CPU=baseline)
+endif
+export MEGATRON_FLEX_CPU := $(CPU)
+export ATEN_CPU_CAPABILITY := $(if $(filter avx2,$(CPU)),avx2,default)
+export MKL_CBWR := $(if $(filter avx2,$(CPU)),AVX2,COMPATIBLE)
+export MKL_ENABLE_INSTRUCTIONS := $(if $(filter avx2,$(CPU)),AVX2,SSE4_2)
+export ONEDNN_MAX_CPU_ISA := $(if $(filter avx2,$(CPU)),AVX2,SSE41)
+endif
 
 export OMP_NUM_THREADS := 1
 export PYTHONPATH := $(CURDIR)
