@@ -32,13 +32,14 @@ def test_output_and_gradient_equal_the_formula(
     out = SwiGLU(None)(ours)
     gate, up = theirs.chunk(2, dim=-1)
     expected = gate * torch.sigmoid(gate) * up
-    # bfloat16 is one rounding of the result: half a unit in its 8 bits.
-    assert_close(out, expected, 2**-8 if half else 5e-7)
+    # bfloat16 is one rounding of the result: at most 2**-8.
+    # Sigmoids below 1e-38 are zero.
+    assert_close(out, expected, 4e-3 if half else 8e-7, least=1e-30)
     out.backward(grad)
     expected.backward(grad.double())
     assert ours.grad is not None
     assert theirs.grad is not None
-    assert_close(ours.grad, theirs.grad, 2**-8 if half else 1.5e-6)
+    assert_close(ours.grad, theirs.grad, 4e-3 if half else 3e-6, least=1e-30)
 
 
 def test_only_the_input_is_kept_for_the_backward_pass() -> None:
