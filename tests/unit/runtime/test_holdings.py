@@ -310,7 +310,7 @@ def test_norms_and_zeros_of_all_parts_are_those_of_the_whole() -> None:
     slab.grads[::3] = 0.0
     each = parts(slab.layout.numel)
     norm = sum(slab.squared_norm(part).item() for part in each)
-    assert_numbers_close(norm, slab.squared_norm().item(), 2e-8)
+    assert_numbers_close(norm, slab.squared_norm().item(), 2e-7)
     assert sum(slab.zeros(part).item() for part in each) == slab.zeros().item()
     assert slab.squared_norm((64, 64)).item() == slab.zeros((64, 64)).item() == 0
 
