@@ -115,8 +115,24 @@ def test_the_decision_is_the_first_plan_of_the_path() -> None:
     decision = lookahead.decide(batches, None)
     assert path is not None
     assert decision.plan.stages == path.plans[0].plan.stages
+    finders = [planner.finder(ways) for ways in batches]
+    again = lookahead.path_of(finders, None, [c.plan for c in path.plans])
+    assert path.switches == pytest.approx(again.switches)
+    assert path.seconds == pytest.approx(again.seconds)
     running = planner.running(static, batches[0][0])
     assert lookahead.decide(batches[1:], running).current is not None
+
+
+def test_a_later_batch_that_fits_no_plan_ends_the_window_before_it() -> None:
+    planner = small_planner(4, 3e9)
+    short, never = [even_batch(16, 256)], [even_batch(2, 10**6)]
+    lookahead = Lookahead(planner, planner.best_static([short]))
+    alone = lookahead.best_path([planner.finder(short)], None)
+    path = lookahead.best_path([planner.finder(ways) for ways in (short, never)], None)
+    assert alone is not None
+    assert path is not None
+    assert len(path.plans) == 1
+    assert path.seconds == alone.seconds
 
 
 def test_a_first_batch_that_fits_no_plan_is_refused() -> None:

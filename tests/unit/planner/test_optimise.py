@@ -7,8 +7,16 @@ from itertools import product
 
 import pytest
 
-from megatron_flex.planner.cost import Group, group_cost, saving_steps, savings
-from megatron_flex.planner.optimise import GroupOptimisation, o_plan, optimise
+from megatron_flex.planner.cost import Group, Savings, group_cost, saving_steps, savings
+from megatron_flex.planner.optimise import (
+    GroupOptimisation,
+    Step,
+    _choose,
+    _steps,
+    _summary,
+    o_plan,
+    optimise,
+)
 from megatron_flex.planner.tables import Tables
 from tests.unit.planner.instances import random_tables
 from tests.unit.planner.instances_real import even_batch, small_model, small_planner
@@ -105,3 +113,22 @@ def test_choices_of_groups_come_together_in_units() -> None:
     parts = (GroupOptimisation(recompute=(1,)), GroupOptimisation(optimizer=(2, 3)))
     o = o_plan(tables, parts)
     assert (o.recompute, o.optimizer, o.activations) == ((1, 2), (3, 4, 5), ())
+
+
+def test_what_turned_out_to_be_needless_is_taken_back() -> None:
+    steps = [Step(0, "recompute", 4.0, 0.1), Step(1, "recompute", 5.0, 0.2),
+             Step(2, "recompute", 8.0, 1.0)]  # fmt: skip
+    assert _choose(steps, 13.0) == [1, 2]
+    assert _choose(steps, 12.0) == [0, 2]
+    assert _choose(steps, 18.0) is None
+
+
+def test_what_goes_to_the_host_is_not_recomputed_too() -> None:
+    possible = {0: Savings(None, (4.0, 0.1), (9.0, 1.0))}
+    steps = _steps(possible)
+    assert [(s.action, s.size, s.after) for s in steps] == [
+        ("recompute", 4.0, None), ("activations", 5.0, 0)
+    ]  # fmt: skip
+    done = _summary(possible, {(s.element, s.action) for s in steps}, steps, 9.0)
+    assert (done.recompute, done.activations) == ((), (0,))
+    assert (done.recomputed, done.offloaded, done.seconds) == (0.0, 9.0, 1.0)

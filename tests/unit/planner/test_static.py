@@ -122,3 +122,13 @@ def test_attention_grows_with_the_square_and_a_causal_mask_halves_it() -> None:
 def test_plans_of_presets_round_trip() -> None:
     plan = static_plan(MODELS["gpt-13b"], 8, 32, unit="layer")
     assert Plan.parse(str(plan)) == plan
+
+
+def test_the_slowest_stage_comes_before_the_evenness_of_all() -> None:
+    # By squares alone the cuts would be 1, 2, 4, whose largest sum is 11.
+    assert bottleneck_cuts([5, 4, 6, 2, 9, 2], 4) == (0, 2, 4, 5, 6)
+
+
+def test_a_first_stage_of_a_number_of_layers_has_the_embedding_and_whole_layers() -> None:
+    plan = static_plan(small_model(6), 3, 3, first_layers=2, last_layers=1)
+    assert (plan.stages[0].stop, plan.stages[2].start) == (1 + 4, 1 + 12 - 2)

@@ -77,6 +77,7 @@ def test_a_program_replayed_takes_the_time_that_was_predicted(case: Case) -> Non
     again = replay_program(schedule.program, case.costs)
     placed = schedule.timeline.placement
     assert again.makespan == pytest.approx(placed.makespan)
+    assert again.peak == pytest.approx(placed.peak)
     assert all(map(np.array_equal, again.order, placed.order))
 
 

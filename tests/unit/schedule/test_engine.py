@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from hypothesis import given
 
@@ -107,6 +108,8 @@ def test_a_replay_of_the_order_gives_the_same_times(case: Case) -> None:
     again = replay(placed.problem, placed.order)
     assert again.makespan == pytest.approx(placed.makespan)
     assert again.start == pytest.approx(placed.start, abs=CLOSE)
+    starts = again.start[np.argsort(again.sequence)]
+    assert (np.diff(starts) >= 0).all()
     assert again.peak == pytest.approx(placed.peak)
 
 
@@ -170,6 +173,16 @@ def test_messages_of_one_pair_share_its_link() -> None:
     assert [placed.start[placed.problem.encode(OpKind.FORWARD, 1, m)] for m in range(4)] == [
         4.0, 7.0, 10.0, 13.0
     ]  # fmt: skip
+
+
+def test_an_order_with_an_operation_twice_or_elsewhere_is_refused() -> None:
+    plan = Plan.parse("0:4@0 | 4:8@1")
+    placed = simulate(plan, OpCosts.uniform(2, 2), policy("1f1b"))
+    one, other = (order.tolist() for order in placed.order)
+    with pytest.raises(ScheduleError, match="forward of micro-batch 0 on stage 0 2 times"):
+        replay(placed.problem, ([one[0], one[0], *one[2:]], other))
+    with pytest.raises(ScheduleError, match="hold operations on devices that do not run them"):
+        replay(placed.problem, ([], [*one, *other]))
 
 
 def test_an_order_that_cannot_run_is_refused_with_device_and_operation() -> None:

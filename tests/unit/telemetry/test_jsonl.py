@@ -115,7 +115,8 @@ def test_validations_of_repeated_iterations_are_replaced_too(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
-    "torn", [b'{"event": "itera', b"\x00\x00\x00\n", b"[]\n", b'{"a": 1}\n', b"\n"]
+    "torn",
+    [b'{"event": "itera', b'{"iteration": 2}', b"\x00\x00\x00\n", b"[]\n", b'{"a": 1}\n', b"\n"],
 )
 def test_a_torn_or_foreign_line_is_removed(tmp_path: Path, torn: bytes) -> None:
     path = tmp_path / "log.jsonl"
@@ -163,6 +164,17 @@ def test_a_directory_that_cannot_be_written_is_one_clear_error(tmp_path: Path) -
     (tmp_path / "file").write_text("")
     with pytest.raises(TelemetryError, match=r"--log-jsonl .*file/log.jsonl cannot be written: .*"):
         JsonlSink(tmp_path / "file" / "log.jsonl")
+
+
+def test_a_line_that_fits_in_part_only_is_one_clear_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sink = JsonlSink(tmp_path / "log.jsonl")
+    # As the system does where the rest of the disk is smaller than the line.
+    write_all = os.write
+    monkeypatch.setattr(os, "write", lambda file, data: write_all(file, data[:10]))
+    with pytest.raises(TelemetryError, match="the disk is full; free some space"):
+        sink.iteration(record(1))
 
 
 def test_a_full_disk_is_one_clear_error() -> None:

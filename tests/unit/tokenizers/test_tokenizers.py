@@ -88,7 +88,7 @@ def test_gpt_sentencepiece_ends_documents_with_the_models_own_token(files: Path)
         "GPTSentencePieceTokenizer", tokenizer_model=str(files / "plain.model")
     )
     assert tokenizer.eod == 2
-    assert tokenizer.mask is None
+    assert tokenizer.mask is tokenizer.pad is None
     assert tokenizer.decode(tokenizer.encode("the lazy fox")) == "the lazy fox"
 
 
@@ -127,6 +127,19 @@ def test_a_tokenizer_json_or_its_directory_is_read(files: Path, tmp_path: Path) 
     named = build_tokenizer("HuggingFaceTokenizer", tokenizer_model=str(tmp_path))
     assert named.eod == named.encode("the")[0] != 0
     assert named.pad == named.encode("o")[0]
+
+
+def test_added_tokens_have_ids_and_nothing_is_added_to_texts(files: Path, tmp_path: Path) -> None:
+    plain = tokenizers.Tokenizer.from_file(str(files / "tokenizer.json"))
+    size = plain.get_vocab_size()
+    plain.add_tokens(["<added>"])
+    plain.post_processor = tokenizers.processors.TemplateProcessing(
+        single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", 0)]
+    )
+    plain.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = build_tokenizer("HuggingFaceTokenizer", tokenizer_model=str(tmp_path))
+    assert tokenizer.encode("<added>") == [size]
+    assert tokenizer.vocab_size == size + 1
 
 
 def test_special_tokens_are_read_from_both_files(files: Path, tmp_path: Path) -> None:

@@ -104,7 +104,8 @@ def test_pairs_stay_aligned(tmp_path: Path) -> None:
 
 
 def test_workers_and_ordered_partitions_give_the_very_same_files(tmp_path: Path) -> None:
-    source = write(tmp_path / "in.jsonl", numbers(301))  # not a multiple of the partitions
+    # Not a multiple of the partitions, and more chunks than are read ahead.
+    source = write(tmp_path / "in.jsonl", numbers(951))
     assert run(source, tmp_path / "one", "--append-eod") == 0
     words = ["--append-eod", "--partitions", "2", "--keep-sequential-samples"]
     assert run(source, tmp_path / "four", *words, workers=4) == 0
