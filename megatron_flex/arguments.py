@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 
 from megatron_flex.config.config import GROUPS, Architecture, Config, all_options
 from megatron_flex.config.derive import MODEL_FIELDS, derive
+from megatron_flex.config.flexpipe import V_SCHEDULES
 from megatron_flex.config.option import Option, options
 from megatron_flex.config.refused import BY_FLAG, VALUES
 from megatron_flex.config.validate import problems
@@ -129,6 +130,8 @@ def plan_of(config: Config, model: ModelConfig, *, length: float | None = None) 
         last_layers=p.decoder_last_pipeline_num_layers,
         layout=p.pipeline_model_parallel_layout,
         length=REFERENCE_LENGTH if length is None else length,
+        rounds=config.stages_per_worker,
+        v=config.schedule in V_SCHEDULES,
     )
     return _optimised(config, plan, model)
 

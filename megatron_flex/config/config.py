@@ -10,7 +10,7 @@ from typing import Any, Literal
 from megatron_flex.config.checkpoint import CheckpointOptions
 from megatron_flex.config.data import DataOptions
 from megatron_flex.config.evaluation import EvaluationOptions
-from megatron_flex.config.flexpipe import FlexpipeOptions
+from megatron_flex.config.flexpipe import V_SCHEDULES, FlexpipeOptions
 from megatron_flex.config.learning_rate import LearningRateOptions
 from megatron_flex.config.logging import LoggingOptions
 from megatron_flex.config.model import ModelOptions
@@ -115,6 +115,23 @@ class Config:
             num_tokentypes=2 if bert and m.bert_binary_head else 0,
             binary_head=bert and m.bert_binary_head,
         )
+
+    @property
+    def schedule(self) -> str:
+        """Name of the schedule of plans that name none."""
+        f, p = self.flexpipe, self.parallel
+        if f.flexpipe_schedule is not None:
+            return f.flexpipe_schedule
+        if f.flexpipe:
+            return "auto"
+        return "interleaved" if p.virtual_stages(self.model.num_layers) > 1 else "1f1b"
+
+    @property
+    def stages_per_worker(self) -> int:
+        """Stages that each worker holds under the static plan of the flags."""
+        if self.schedule in V_SCHEDULES:
+            return 2
+        return self.parallel.virtual_stages(self.model.num_layers)
 
     def values(self) -> dict[str, Any]:
         """All options by field name, and ``architecture`` and ``world_size``: plain values that

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from megatron_flex.config.option import option
+from megatron_flex.schedule.pipeline_layout import rows_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,7 +22,15 @@ class ParallelOptions:
 
     pipeline_model_parallel_layout: str | None = None
     """The layers of every stage, as in Megatron-LM: E embedding, t layer, L output, | between
-    stages, such as "Et*3|(tt|)*2t*3L"."""
+    stages, such as "Et*3|(tt|)*2t*3L". With a multiple of --pipeline-model-parallel-size stages,
+    each worker holds several in turn."""
+
+    num_layers_per_virtual_pipeline_stage: int | None = option(None, at_least=1)
+    """Layers of a stage where each worker holds several in turn (interleaved schedule): gives the
+    number of stages, by --num-layers. They are cut by cost, so their sizes may differ."""
+
+    num_virtual_stages_per_pipeline_rank: int | None = option(None, at_least=1)
+    """Stages that each worker holds in turn (interleaved schedule)."""
 
     decoder_first_pipeline_num_layers: int | None = option(None, at_least=0)
     """Layers of the first stage."""
@@ -55,3 +64,17 @@ class ParallelOptions:
 
     use_cpu_initialization: bool = option(True, always=True)
     """Draw the weights on the CPU: always, so that they depend on the seed alone."""
+
+    def virtual_stages(self, num_layers: int) -> int:
+        """Stages that each worker holds in turn, by these flags; 1 where they say nothing.
+
+        Rounded down where they do not divide; the checks of the arguments refuse that.
+        """
+        size, layout = self.pipeline_model_parallel_size, self.pipeline_model_parallel_layout
+        if layout is not None:
+            return max(1, len(rows_of(layout)) // size)
+        if self.num_virtual_stages_per_pipeline_rank is not None:
+            return self.num_virtual_stages_per_pipeline_rank
+        if self.num_layers_per_virtual_pipeline_stage is not None:
+            return max(1, num_layers // (size * self.num_layers_per_virtual_pipeline_stage))
+        return 1

@@ -61,10 +61,9 @@ FLAGS: tuple[Refusal, ...] = (
         "use --pipeline-model-parallel-size or --flexpipe-plan",
     ),
     _refuse(
-        "num-layers-per-virtual-pipeline-stage num-virtual-stages-per-pipeline-rank"
-        " overlap-p2p-communication-warmup-flush microbatch-group-size-per-virtual-pipeline-stage",
-        "--pipeline-model-parallel-size makes a straight pipeline",
-        "give an interleaved layout with --flexpipe-plan, where a worker may hold several stages",
+        "overlap-p2p-communication-warmup-flush microbatch-group-size-per-virtual-pipeline-stage",
+        "the schedule places every message, and groups have as many micro-batches as stages",
+        "remove it",
     ),
     _refuse(
         "context-parallel-size cp-comm-type hierarchical-context-parallel-sizes"

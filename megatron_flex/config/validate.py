@@ -12,12 +12,14 @@ from megatron_flex.cluster.cluster import load as load_cluster
 from megatron_flex.cluster.profile import Profile
 from megatron_flex.config.config import Config, flag_of
 from megatron_flex.config.data import DataOptions
+from megatron_flex.config.flexpipe import V_SCHEDULES
 from megatron_flex.config.tokenizer import NEEDS
 from megatron_flex.data.paths import (
     Split,
     parse_blend,
     split_bounds,
 )
+from megatron_flex.schedule.pipeline_layout import rows_of
 
 Problems = Iterator[str]
 
@@ -315,6 +317,10 @@ def _evaluation(config: Config) -> Problems:
         yield "--eval-interval has no effect with --skip-train: remove one of them"
 
 
+VIRTUAL = ("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank")
+"""Flags by which each worker holds several stages in turn."""
+
+
 def _parallel(config: Config) -> Problems:
     p, world = config.parallel, config.world_size
     layout = (
@@ -322,6 +328,7 @@ def _parallel(config: Config) -> Problems:
         "pipeline_model_parallel_layout",
         "decoder_first_pipeline_num_layers",
         "decoder_last_pipeline_num_layers",
+        *VIRTUAL,
     )
     f = config.flexpipe
     whole = "--flexpipe-plan" if f.flexpipe_plans is None else "--flexpipe-plans"
@@ -334,6 +341,55 @@ def _parallel(config: Config) -> Problems:
             f"{world} workers are no multiple of --pipeline-model-parallel-size"
             f" {p.pipeline_model_parallel_size}: change one of them, or give stages of different"
             " sizes with --flexpipe-plan"
+        )
+    else:
+        yield from _virtual(config)
+
+
+def _virtual(config: Config) -> Problems:
+    """Several stages on each worker of a static plan."""
+    p, layers = config.parallel, config.model.num_layers
+    size, schedule = p.pipeline_model_parallel_size, config.schedule
+    given = [flag_of(name) for name in VIRTUAL if name in config.given]
+    if len(given) > 1:
+        yield f"{given[0]} and {given[1]} say the same: remove one of them"
+    stages = (
+        None
+        if p.pipeline_model_parallel_layout is None
+        else len(rows_of(p.pipeline_model_parallel_layout))
+    )
+    if stages is not None and given:
+        yield f"{given[0]} has no effect with --pipeline-model-parallel-layout: remove it"
+    if stages is not None and stages % size:
+        yield (
+            f"--pipeline-model-parallel-layout has {stages} stages, which is no multiple of"
+            f" --pipeline-model-parallel-size {size}"
+        )
+    per_stage = p.num_layers_per_virtual_pipeline_stage
+    if per_stage is not None and layers % (size * per_stage):
+        yield (
+            f"--num-layers {layers} is no multiple of --pipeline-model-parallel-size {size} times"
+            f" --num-layers-per-virtual-pipeline-stage {per_stage}"
+        )
+    rounds = p.virtual_stages(layers)
+    if rounds > 1 and size == 1:
+        flag = given[0] if given else "--pipeline-model-parallel-layout"
+        yield f"{flag} needs a pipeline: give --pipeline-model-parallel-size of at least 2"
+    if schedule in V_SCHEDULES:
+        if given:
+            yield (
+                f"{given[0]} has no effect with --flexpipe-schedule {schedule}, which puts two"
+                " stages on each worker in a V: remove one of them"
+            )
+        elif stages is not None and stages != 2 * size:
+            yield (
+                f"--flexpipe-schedule {schedule} puts two stages on each worker:"
+                f" --pipeline-model-parallel-layout must have {2 * size} stages, not {stages}"
+            )
+    elif schedule == "interleaved" and rounds == 1 and not config.flexpipe.flexpipe:
+        yield (
+            "--flexpipe-schedule interleaved needs several stages on each worker: give"
+            " --num-layers-per-virtual-pipeline-stage"
         )
 
 
@@ -390,8 +446,6 @@ def _switching(config: Config) -> Problems:
         "flexpipe_planner",
         "flexpipe_lookahead",
         "flexpipe_unit",
-        "flexpipe_cluster",
-        "flexpipe_profile",
     )
     yield from _without(config, "--flexpipe", f.flexpipe, planned)
     if f.flexpipe and f.flexpipe_plans is not None:

@@ -92,7 +92,8 @@ class PlannedPlans:
         current = finder.best_of(self._choice.plan, None, "current")
         candidate = service.planner.fitted(finder, current)
         if candidate.price.fits:
-            return Choice(candidate.plan, reason="kept: no decision")
+            plan = service.planner.named(candidate.plan, batch)
+            return Choice(plan, reason="kept: no decision")
         answer = service.answer(self._question(iteration, running=iteration > self._first))
         if answer.decision is not None:
             return self._decided(answer)

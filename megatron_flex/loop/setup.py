@@ -34,7 +34,7 @@ def planner_setup(
     options = PlannerOptions(
         planner=f.flexpipe_planner,
         unit=f.flexpipe_unit,
-        schedule=f.flexpipe_schedule,
+        schedule=config.schedule,
         lookahead=f.flexpipe_lookahead,
         budget=f.memory_budget,
         exact_memory=True,

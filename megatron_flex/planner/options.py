@@ -75,12 +75,22 @@ class PlannerOptions:
     @property
     def v(self) -> bool:
         """Whether plans in a V are considered: two stages on each group of devices."""
-        return self.schedule == AUTO or policy(self.schedule).placement is not Shape.STRAIGHT
+        return self.schedule == AUTO or policy(self.schedule).placement in (Shape.V, Shape.ANY)
 
     @property
     def straight(self) -> bool:
         """Whether plans with one stage on each group of devices are considered."""
         return self.schedule == AUTO or policy(self.schedule).placement is not Shape.V
+
+    @property
+    def shapes(self) -> tuple[tuple[int, bool], ...]:
+        """Stages on each group of devices, and whether in a V, of the even plans to consider."""
+        found = [(1, False)] if self.straight else []
+        if self.v:
+            found.append((1, True))
+        if self.schedule != AUTO and policy(self.schedule).placement is Shape.INTERLEAVED:
+            found.append((2, False))
+        return tuple(found)
 
     def __post_init__(self) -> None:
         if self.lookahead < 1:

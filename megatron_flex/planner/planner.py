@@ -117,8 +117,13 @@ class Planner:
         plans = []
         for stages in range(1, world + 1):
             if world % stages == 0 and stages <= costs.num_elements:
-                plan = static_plan(costs.config, stages, world, unit=self.options.unit)
-                plans.append(_on_devices(plan, self.units.devices))
+                for rounds, v in self.options.shapes:
+                    if (2 if v else rounds) * stages > costs.num_elements:
+                        continue
+                    plan = static_plan(
+                        costs.config, stages, world, unit=self.options.unit, rounds=rounds, v=v
+                    )
+                    plans.append(_on_devices(plan, self.units.devices))
         return tuple(plans)
 
     def best_static(self, batches: Sequence[Sequence[Batch]]) -> Plan:
@@ -226,8 +231,8 @@ class Planner:
         # Conditions compare the current plan with the best other one.
         target = second if mine is best else best
         plan = best.candidate.plan
-        if best.simulated is not None and self.options.schedule == AUTO:
-            plan = replace(plan, schedule=best.simulated.schedule)
+        if best.simulated is not None:
+            plan = self._named(plan, best.simulated)
         return Decision(
             plan=plan,
             action=action_of(current, best.candidate.plan),
@@ -239,6 +244,15 @@ class Planner:
             budget=self.units.budget,
             planner=self.options.planner,
         )
+
+    def named(self, plan: Plan, batch: Batch) -> Plan:
+        """The plan with the schedule that it will run under."""
+        return self._named(plan, self.maker.keep(plan, batch).prediction)
+
+    def _named(self, plan: Plan, prediction: Prediction) -> Plan:
+        if self.options.schedule != AUTO:
+            return plan
+        return replace(plan, schedule=prediction.schedule)
 
     def fitted(
         self, finder: Finder, candidate: Candidate, running: Plan | None = None

@@ -7,7 +7,6 @@ counted as one device, stage ``s`` is held by devices ``s * DP`` to ``(s + 1) * 
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Literal
@@ -18,6 +17,7 @@ from megatron_flex.model.config import ModelConfig
 from megatron_flex.model.layers import Kind, LayerList
 from megatron_flex.planner.flops import model_work
 from megatron_flex.planner.plan import Plan, PlanError, Stage
+from megatron_flex.schedule.pipeline_layout import rows_of
 
 UnitChoice = Literal["block", "layer"]
 
@@ -39,6 +39,8 @@ def static_plan(
     first_layers: int | None = None,
     last_layers: int | None = None,
     layout: str | Sequence[int] | None = None,
+    rounds: int = 1,
+    v: bool = False,
 ) -> Plan:
     """The plan of ``--pipeline-model-parallel-size`` on ``world_size`` devices.
 
@@ -54,6 +56,8 @@ def static_plan(
         last_layers: ``--decoder-last-pipeline-num-layers``: layers of the last stage, which also
             holds the head.
         layout: ``--pipeline-model-parallel-layout``, or the number of layers of each stage.
+        rounds: stages on each device, which get them in turn (virtual pipeline stages).
+        v: two stages on each device: the first device holds the first and the last, and so on.
 
     Raises:
         PlanError: when no such plan exists; the message says which flag to change.
@@ -67,26 +71,24 @@ def static_plan(
             " with --flexpipe-plan"
         )
     layers = config.layers
+    stages = pipeline_size * (2 if v else rounds)
     if layout is not None:
         if first_layers is not None or last_layers is not None:
             raise PlanError(
                 "--pipeline-model-parallel-layout fixes every stage; remove"
                 " --decoder-first-pipeline-num-layers and --decoder-last-pipeline-num-layers"
             )
-        cuts = layout_cuts(layers, layout, pipeline_size)
+        cuts = layout_cuts(layers, layout, stages)
     else:
         if costs is None:
             costs = [w.forward(1.0, length) for w in model_work(config)]
         if len(costs) != layers.num_units:
             raise PlanError(f"{len(costs)} unit costs given, the model has {layers.num_units}")
-        cuts = _cost_cuts(layers, costs, pipeline_size, unit, first_layers, last_layers)
+        cuts = _cost_cuts(layers, costs, stages, unit, first_layers, last_layers)
     degree = world_size // pipeline_size
-    return Plan(
-        tuple(
-            Stage(cuts[s], cuts[s + 1], tuple(range(s * degree, (s + 1) * degree)))
-            for s in range(pipeline_size)
-        )
-    )
+    groups = [tuple(range(s * degree, (s + 1) * degree)) for s in range(pipeline_size)]
+    groups = groups + groups[::-1] if v else groups * rounds
+    return Plan(tuple(Stage(cuts[s], cuts[s + 1], groups[s]) for s in range(stages)))
 
 
 def recomputed(
@@ -195,19 +197,11 @@ def _cost_cuts(
     return (*head, *(points[i] for i in inner), *tail)
 
 
-_REPEAT_GROUP = re.compile(r"\(([^)]+)\)\*(\d+)")
-_REPEAT_ONE = re.compile(r"(.)\*(\d+)")
-
-
-def layout_cuts(
-    layers: LayerList, layout: str | Sequence[int], pipeline_size: int
-) -> tuple[int, ...]:
+def layout_cuts(layers: LayerList, layout: str | Sequence[int], stages: int) -> tuple[int, ...]:
     """Stage boundaries in units of a layout in whole layers.
 
-    ``layout`` is the number of layers of each stage, or Megatron's text form as in
-    ``megatron/core/transformer/pipeline_parallel_layer_layout.py``: ``E`` embedding, ``t`` a
-    layer, ``L`` the loss (here: the head), ``|`` between stages, ``x*n`` and ``(...)*n`` repeat;
-    commas are ignored. Example: ``Et*3|(tt|)*2t|L``.
+    ``layout`` is the number of layers of each stage, or Megatron's text form
+    (:mod:`~megatron_flex.schedule.pipeline_layout`).
     """
     if not isinstance(layout, str):
         counts = [int(n) for n in layout]
@@ -216,10 +210,7 @@ def layout_cuts(
             rows[0] = "E" + rows[0]
             rows[-1] += "L"
     else:
-        text = layout.replace(",", "").replace(" ", "")
-        for pattern in (_REPEAT_GROUP, _REPEAT_ONE):
-            text = pattern.sub(lambda m: m[1] * int(m[2]), text)
-        rows = text.split("|")
+        rows = rows_of(layout)
     name = f"--pipeline-model-parallel-layout {layout}"
     flat = "".join(rows)
     unknown = sorted(set(flat) - set("EtL"))
@@ -230,10 +221,10 @@ def layout_cuts(
             f"{name}: must be one E, then {layers.num_layers} t (it has {flat.count('t')}), then"
             " one L, in this order"
         )
-    if len(rows) != pipeline_size:
+    if len(rows) != stages:
         raise PlanError(
-            f"{name}: has {len(rows)} stages, --pipeline-model-parallel-size is {pipeline_size};"
-            " interleaved layouts are not a straight pipeline"
+            f"{name}: has {len(rows)} stages, not {stages}: give as many as"
+            " --pipeline-model-parallel-size, or a multiple of that (virtual pipeline stages)"
         )
     cuts = [0]
     for number, row in enumerate(rows):

@@ -91,7 +91,8 @@ def _weights(passes: Sequence[Sequence[int]]) -> list[int]:
     """The slots of the weight halves: each free slot that finds one waiting."""
     taken = sorted(slot for row in passes[:WEIGHT] for slot in row)
     ends = sorted((*passes[BACK_UP], *passes[BACK_DOWN]))
-    busy, found, begun = set(taken), [], 0
+    busy, begun = set(taken), 0
+    found: list[int] = []
     slot = 0
     while len(found) < len(ends):
         if slot not in busy:

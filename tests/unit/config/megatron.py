@@ -130,6 +130,8 @@ DEFAULTS: dict[str, Any] = {
     "--tensor-model-parallel-size": 1,
     "--pipeline-model-parallel-size": 1,
     "--pipeline-model-parallel-layout": None,
+    "--num-layers-per-virtual-pipeline-stage": None,
+    "--num-virtual-stages-per-pipeline-rank": None,
     "--decoder-first-pipeline-num-layers": None,
     "--decoder-last-pipeline-num-layers": None,
     "--account-for-embedding-in-pipeline-split": False,

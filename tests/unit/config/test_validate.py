@@ -203,6 +203,41 @@ WRONG: list[tuple[str, tuple[str, ...], str]] = [
     ),
     ("--flexpipe --flexpipe-switch restart", (), "restart goes through checkpoints: give --save"),
     ("--data-args-path nowhere", (), "--data-args-path nowhere cannot be read"),
+    (
+        "--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Et|t|ttL",
+        (),
+        "has 3 stages, which is no multiple of --pipeline-model-parallel-size 2",
+    ),
+    (
+        "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 3",
+        (),
+        "--num-layers 4 is no multiple of --pipeline-model-parallel-size 2 times"
+        " --num-layers-per-virtual-pipeline-stage 3",
+    ),
+    ("--num-virtual-stages-per-pipeline-rank 2", (), "rank needs a pipeline"),
+    (
+        "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2"
+        " --num-layers-per-virtual-pipeline-stage 1",
+        (),
+        "say the same",
+    ),
+    (
+        "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2"
+        " --flexpipe-schedule zb-v",
+        (),
+        "no effect with --flexpipe-schedule zb-v",
+    ),
+    (
+        "--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Ett|ttL"
+        " --flexpipe-schedule v-half",
+        (),
+        "must have 4 stages, not 2",
+    ),
+    (
+        "--pipeline-model-parallel-size 2 --flexpipe-schedule interleaved",
+        (),
+        "interleaved needs several stages on each worker",
+    ),
 ]
 
 
@@ -223,6 +258,10 @@ RIGHT: list[tuple[str, tuple[str, ...]]] = [
     ("--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Et*3|tL", ()),
     ("--flexpipe-plan 0:5@0,1|5:10@2", ()),
     ("--flexpipe-schedule gpipe", ()),
+    ("--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1", ()),
+    ("--pipeline-model-parallel-size 2 --flexpipe-schedule zb-v", ()),
+    ("--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Et|t|t|tL", ()),
+    ("--flexpipe --flexpipe-schedule interleaved", ()),
     ("--flexpipe-twin-snapshot 5 --flexpipe-twin-timeout 60", ()),
     ("--flexpipe-twin-snapshot 5 --save a --save-interval 9 --load ./a", ()),
     ("--micro-batch-size 3", ("--micro-batch-tokens",)),
