@@ -50,9 +50,10 @@ from megatron_flex.loop.iteration import cost_coefficients, cut
 from megatron_flex.model.blocks import build_block, decays
 from megatron_flex.model.config import ModelConfig
 from megatron_flex.programs import build_program
-from megatron_flex.runtime.executor import Executor, StepInputs
+from megatron_flex.runtime.executor import Executor
 from megatron_flex.runtime.holdings import Holdings
 from megatron_flex.runtime.optimizer import OptimizerConfig, StepSize
+from megatron_flex.runtime.step import StepInputs
 from megatron_flex.runtime.world import World
 from megatron_flex.schedule.part import part_of
 

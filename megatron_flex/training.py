@@ -39,10 +39,11 @@ from megatron_flex.model.config import loss_names
 from megatron_flex.planner.flops import iteration_flops
 from megatron_flex.planner.plan import Plan, PlanError
 from megatron_flex.runtime.attempt import check_restartable, restart
-from megatron_flex.runtime.executor import Executor, StepResult
+from megatron_flex.runtime.executor import Executor
 from megatron_flex.runtime.holdings import Holdings
 from megatron_flex.runtime.launch import start
 from megatron_flex.runtime.optimizer import OptimizerConfig, StepSize
+from megatron_flex.runtime.step import StepResult
 from megatron_flex.runtime.world import World
 from megatron_flex.telemetry.memory import memory_in_use
 from megatron_flex.telemetry.profiler import Profiler

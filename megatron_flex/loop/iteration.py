@@ -16,9 +16,10 @@ from megatron_flex.planner.limits import room_for_messages
 from megatron_flex.planner.memory import slab_elements
 from megatron_flex.planner.package import Received
 from megatron_flex.planner.plan import Plan
-from megatron_flex.runtime.executor import Executor, StepInputs, StepResult
+from megatron_flex.runtime.executor import Executor
 from megatron_flex.runtime.memory import Expected
 from megatron_flex.runtime.optimizer import StepSize
+from megatron_flex.runtime.step import StepInputs, StepResult
 from megatron_flex.schedule.compact import groups_of
 from megatron_flex.schedule.emit import switch_only
 from megatron_flex.schedule.transition import transition

@@ -21,17 +21,13 @@ from megatron_flex.planner.memory import slab_elements
 from megatron_flex.planner.plan import Plan
 from megatron_flex.programs import build_program
 from megatron_flex.runtime.arena import ArenaTransport
-from megatron_flex.runtime.executor import (
-    HANDLERS,
-    Executor,
-    StepInputs,
-    StepResult,
-)
+from megatron_flex.runtime.executor import Executor, Handler
 from megatron_flex.runtime.holdings import Holdings
 from megatron_flex.runtime.memory import Expected
 from megatron_flex.runtime.optimizer import OptimizerConfig, StepSize
 from megatron_flex.runtime.shards import owned_state
 from megatron_flex.runtime.slab import Slab
+from megatron_flex.runtime.step import StepInputs, StepResult
 from megatron_flex.runtime.world import World
 from megatron_flex.schedule.compact import groups_of
 from megatron_flex.schedule.instructions import Backward, Program, ReduceGradient
@@ -173,7 +169,7 @@ def train(
     footprint = Footprint(config, exact=exact)
     results = []
     broken = False
-    honest = dict(HANDLERS)
+    honest = dict(executor.handlers)
     for iteration in range(iterations):
         plan, following = (listed[min(i, len(listed) - 1)] for i in (iteration, iteration + 1))
         switch = None
@@ -195,7 +191,7 @@ def train(
         due = iteration >= 3 if fault_when == "always" else switch is not None and not broken
         if fault and due:
             if isinstance(fault, str):
-                program = inject(fault, holdings, program, world.rank, first=not broken)
+                program = inject(fault, executor, program, first=not broken)
             else:
                 program = fault(executor, program)
             broken = True
@@ -207,7 +203,7 @@ def train(
             memory=Expected(*footprint.device(program, world.rank)),
         )
         results.append(executor.run(part_of(program, world.rank), inputs))
-        HANDLERS.update(honest)
+        executor.handlers.update(honest)
         if switch is not None:
             holdings.adopt(following)
         if evaluate:
@@ -298,8 +294,9 @@ def assert_equal_bits(actual: Merged, expected: Merged) -> None:
     assert not different, f"other bits in {different}"
 
 
-def inject(fault: str, holdings: Holdings, program: Program, rank: int, *, first: bool) -> Program:
+def inject(fault: str, executor: Executor, program: Program, *, first: bool) -> Program:
     """Break something on purpose; the comparison with one process must notice."""
+    holdings = executor.holdings
     if fault == "lost moments of one bias":
         for slab in holdings if first else ():
             for entry in slab.layout.entries:
@@ -324,7 +321,7 @@ def inject(fault: str, holdings: Holdings, program: Program, rank: int, *, first
         )
         program = replace(program, instructions=lists)
     elif fault == "missed micro-batch":
-        HANDLERS[Backward] = _forgetful_backward
+        executor.handlers[Backward] = _forgetful(executor, executor.handlers[Backward])
     else:
         raise ValueError(fault)
     return program
@@ -334,10 +331,14 @@ def _doubled_norm(slab: Slab, part: Any) -> torch.Tensor:
     return 2 * Slab.squared_norm(slab, part)
 
 
-def _forgetful_backward(executor: Executor, run: Any, op: Any) -> None:
+def _forgetful(executor: Executor, honest: Handler) -> Handler:
     """Backward that forgets the weight gradients of micro-batch 0 on the first stage."""
-    before = {slab.index: slab.grads.clone() for slab in executor.holdings}
-    Executor._backward(executor, run, op)
-    if op.micro_batch == 0 and op.stage == 0:
-        for slab in executor.holdings:
-            slab.grads.copy_(before[slab.index])
+
+    def backward(run: Any, op: Any) -> None:
+        before = {slab.index: slab.grads.clone() for slab in executor.holdings}
+        honest(run, op)
+        if op.micro_batch == 0 and op.stage == 0:
+            for slab in executor.holdings:
+                slab.grads.copy_(before[slab.index])
+
+    return backward

@@ -65,9 +65,10 @@ from megatron_flex.model.config import ModelConfig
 from megatron_flex.planner.flops import model_work
 from megatron_flex.planner.plan import Plan
 from megatron_flex.programs import build_program
-from megatron_flex.runtime.executor import Executor, StepInputs, StepResult
+from megatron_flex.runtime.executor import Executor
 from megatron_flex.runtime.holdings import Holdings
 from megatron_flex.runtime.optimizer import OptimizerConfig, StepSize
+from megatron_flex.runtime.step import StepInputs, StepResult
 from megatron_flex.runtime.world import World
 from megatron_flex.schedule.compact import groups_of
 from megatron_flex.schedule.instructions import ReduceGradient, SquaredNorm, UpdateOrSkip

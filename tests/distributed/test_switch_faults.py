@@ -19,10 +19,11 @@ from typing import Any
 import pytest
 
 from megatron_flex.checkpoint.layout import latest
-from megatron_flex.runtime.executor import HANDLERS, Executor
+from megatron_flex.runtime.executor import Executor
 from megatron_flex.runtime.failure import EXIT_PEER_LOST
 from megatron_flex.runtime.groups import ReductionGroups
 from megatron_flex.runtime.slab import Slab
+from megatron_flex.runtime.step import StepInputs, StepResult
 from megatron_flex.schedule.instructions import (
     Drop,
     GlobalNorm,
@@ -34,6 +35,7 @@ from megatron_flex.schedule.instructions import (
     SquaredNorm,
     UpdateOrSkip,
 )
+from megatron_flex.schedule.part import Part
 from tests.distributed import jobs
 from tests.distributed.pool import WorkerPool
 from tests.distributed.test_exactness import TIED, reference
@@ -72,17 +74,18 @@ Around = Callable[[Executor, Slab, Callable[[], None]], None]
 def wrap_update(executor: Executor, program: Program, around: Around) -> Program:
     """Run ``around(executor, slab, honest update)`` where this worker updates what it joined."""
     slabs = joined(program, executor.world.rank)
+    handler = executor.handlers[UpdateOrSkip]
 
-    def update(executor: Executor, run: Any, op: UpdateOrSkip) -> None:
+    def update(run: Any, op: UpdateOrSkip) -> None:
         def honest() -> None:
-            Executor._update_or_skip(executor, run, op)
+            handler(run, op)
 
         if op.slab not in slabs:
             return honest()
         executor._wait_arrived(op.slab)
         return around(executor, executor.holdings.slabs[op.slab], honest)
 
-    HANDLERS[UpdateOrSkip] = update
+    executor.handlers[UpdateOrSkip] = update
     return program
 
 
@@ -161,13 +164,14 @@ def the_update_comes_twice(executor: Executor, program: Program) -> Program:
 def the_joiner_contributes_a_gradient(executor: Executor, program: Program) -> Program:
     """Memory that another slab left behind."""
     slabs = joined(program, executor.world.rank)
+    honest = executor.handlers[ReduceGradient]
 
-    def reduce(executor: Executor, run: Any, op: ReduceGradient) -> None:
+    def reduce(run: Any, op: ReduceGradient) -> None:
         if op.slab in slabs:
             executor.holdings.slabs[op.slab].grads[:20] = 1e-3
-        Executor._reduce(executor, run, op)
+        honest(run, op)
 
-    HANDLERS[ReduceGradient] = reduce
+    executor.handlers[ReduceGradient] = reduce
     return program
 
 
@@ -211,11 +215,11 @@ def early_state_leaves_after_the_update(executor: Executor, program: Program) ->
 
 
 def a_micro_batch_is_missed(executor: Executor, program: Program) -> Program:
-    return jobs.inject("missed micro-batch", executor.holdings, program, 0, first=True)
+    return jobs.inject("missed micro-batch", executor, program, first=True)
 
 
 def a_norm_is_counted_twice(executor: Executor, program: Program) -> Program:
-    broken = jobs.inject("norm counted twice", executor.holdings, program, 0, first=True)
+    broken = jobs.inject("norm counted twice", executor, program, first=True)
     for slab in executor.holdings:  # in this iteration only
 
         def once(part: Any = None, slab: Slab = slab, count: Any = slab.squared_norm) -> Any:
@@ -250,13 +254,14 @@ NEEDS_KEEPING = {early_state_leaves_after_the_update}  # there is no update wher
 def the_slab_is_dropped_before_its_reduction(executor: Executor, program: Program) -> Program:
     """Its gradient is lost, and what the reduction finds there is not it."""
     dropped = {s.slab for s in program.instructions[executor.world.rank] if isinstance(s, Drop)}
+    honest = executor.handlers[ReduceGradient]
 
-    def reduce(executor: Executor, run: Any, op: ReduceGradient) -> None:
+    def reduce(run: Any, op: ReduceGradient) -> None:
         if op.slab in dropped:
             executor.holdings.slabs[op.slab].grads.zero_()
-        Executor._reduce(executor, run, op)
+        honest(run, op)
 
-    HANDLERS[ReduceGradient] = reduce
+    executor.handlers[ReduceGradient] = reduce
     return program
 
 
@@ -278,13 +283,15 @@ def the_hand_over_is_updated_again(executor: Executor, program: Program) -> Prog
 
 
 def the_hand_over_loses_the_moments(executor: Executor, program: Program) -> Program:
-    def send(executor: Executor, run: Any, op: SendState) -> None:
+    honest = executor.handlers[SendState]
+
+    def send(run: Any, op: SendState) -> None:
         slab = executor.holdings.slabs[op.slab]
         slab.exp_avg.zero_()
         slab.exp_avg_sq.zero_()
-        Executor._send_state(executor, run, op)
+        honest(run, op)
 
-    HANDLERS[SendState] = send
+    executor.handlers[SendState] = send
     return program
 
 
@@ -379,15 +386,14 @@ def killed_at(place: str, victim: int, rank: int) -> None:
 
         ReductionGroups._make = make  # type: ignore[method-assign]
         return
-    kind = KINDS[place]
-    honest = HANDLERS[kind]
+    kind, honest = KINDS[place], Executor.run
 
-    def handler(executor: Executor, run: Any, op: Instruction) -> None:
-        if run.program.next_plan is not None:
-            os.kill(os.getpid(), signal.SIGKILL)
-        honest(executor, run, op)
+    def run(self: Executor, part: Part, inputs: StepInputs) -> StepResult:
+        if part.next_plan is not None:
+            self.handlers[kind] = lambda run, op: os.kill(os.getpid(), signal.SIGKILL)
+        return honest(self, part, inputs)
 
-    HANDLERS[kind] = handler
+    Executor.run = run  # type: ignore[method-assign]
 
 
 def switching(directory: Path) -> list[str]:

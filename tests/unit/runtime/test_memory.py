@@ -15,10 +15,11 @@ from megatron_flex.data.microbatches import CostCoefficients, cut_by_tokens
 from megatron_flex.planner.footprint import Footprint
 from megatron_flex.planner.plan import Plan
 from megatron_flex.programs import build_program
-from megatron_flex.runtime.executor import Executor, StepInputs, StepResult
+from megatron_flex.runtime.executor import Executor
 from megatron_flex.runtime.holdings import Holdings
 from megatron_flex.runtime.memory import Expected, MemoryMeter
 from megatron_flex.runtime.optimizer import OptimizerConfig, StepSize
+from megatron_flex.runtime.step import StepInputs, StepResult
 from megatron_flex.runtime.world import World
 from megatron_flex.schedule.part import part_of
 from tests.distributed import jobs
