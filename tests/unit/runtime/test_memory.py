@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
@@ -33,6 +34,7 @@ class Worker:
     """A worker of a world of one."""
 
     def __init__(self, plan: str = WHOLE, exact: bool = False) -> None:
+        gc.collect()  # an executor refers to itself: those of other tests go now, not in between
         self.plan = Plan.parse(plan)
         self.world = World(0, 1, CPU, timedelta(seconds=10))
         self.holdings = Holdings(CONFIG, self.plan, 0, CPU, exact=exact)
