@@ -97,6 +97,24 @@ def test_a_chunk_of_a_newer_version_is_not_taken_for_the_older() -> None:
         kernels.read_chunks(_bytes(20), torch.zeros(20, dtype=torch.uint8), flags, 4, 10, 5.0)
 
 
+def test_a_chunk_that_is_written_again_while_it_is_read_is_not_taken_for_whole() -> None:
+    size = 128 << 20
+    arena, flags = torch.ones(size, dtype=torch.uint8), torch.ones(1, dtype=torch.int64)
+    newer, target = torch.full((size,), 2, dtype=torch.uint8), torch.zeros(size, dtype=torch.uint8)
+    for delay in (0.002, 0.004, 0.008, 0.016):  # at some time in the middle of the copy
+        arena.fill_(1)
+        flags.fill_(1)
+        writer = threading.Timer(delay, kernels.write_chunks, (newer, arena, flags, 2, size))
+        writer.start()
+        try:
+            kernels.read_chunks(arena, target, flags, 1, size, 30.0)
+        except RuntimeError:
+            continue
+        finally:
+            writer.join(60)
+        assert (target == 1).all()
+
+
 def test_a_writer_killed_in_a_chunk_leaves_no_chunk_that_passes_for_whole() -> None:
     # Two versions with different bytes, written over and over by a process that is killed: every
     # chunk whose flag is set must hold that version's bytes throughout.

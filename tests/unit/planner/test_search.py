@@ -12,6 +12,7 @@ from megatron_flex.planner.cost import Group, group_cost, plan_cost
 from megatron_flex.planner.exhaustive import count_cuts, cuts, exhaustive
 from megatron_flex.planner.native_search import SearchProblem, shares, v_steps
 from megatron_flex.planner.optimise import optimise
+from megatron_flex.planner.plan import Plan, Stage
 from megatron_flex.planner.plans import groups_of, plan_of
 from megatron_flex.planner.tables import Tables
 from megatron_flex.schedule.routing import partition
@@ -97,13 +98,24 @@ def test_the_native_price_is_the_readable_definition(seed: int) -> None:
     r = np.random.default_rng(seed)
     tables = random_tables(seed, max_elements=14, max_devices=8)
     problem = SearchProblem(tables)
-    for _ in range(5):
-        plan = random_plan(r, tables.num_elements, tables.num_devices)
+    plans = [random_plan(r, tables.num_elements, tables.num_devices) for _ in range(5)]
+    # One group has both ends of the model, and what is tied but once.
+    plans.append(Plan((Stage(0, tables.num_elements, tuple(range(tables.num_devices))),)))
+    for plan in plans:
         groups = groups_of(tables, plan)
         native, plain = problem.price(groups), plan_cost(tables, groups)
         assert native.seconds == pytest.approx(plain.seconds, rel=1e-9)
         for a, b in zip(native.groups, plain.groups, strict=True):
             assert vars(a) == pytest.approx(vars(b), rel=1e-9, abs=1e-6)
+
+
+@pytest.mark.parametrize("seed", range(80))
+def test_the_search_prices_one_group_as_the_readable_definition(seed: int) -> None:
+    tables = random_tables(seed, max_elements=14, max_devices=8)
+    cut = SearchProblem(tables).search(1)
+    if cut is not None:
+        assert len(cut.groups) == 1
+        assert plan_cost(tables, cut.groups).seconds == pytest.approx(cut.seconds, rel=1e-9)
 
 
 def check_price_of_a_v(seed: int) -> bool:

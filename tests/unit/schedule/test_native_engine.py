@@ -17,7 +17,7 @@ from megatron_flex.schedule.policies.policy import Limits
 from megatron_flex.schedule.replay import replay
 from megatron_flex.schedule.routing import route
 from tests.oracles import engine as oracle
-from tests.unit.schedule.strategies import Case, cases, tight_memory
+from tests.unit.schedule.strategies import Case, cases, random_case, tight_memory
 
 
 def both(case: Case, stop: float = math.inf) -> tuple[Placement | None, Placement | None]:
@@ -37,10 +37,16 @@ def test_both_passes_place_every_operation_alike(case: Case) -> None:
     assert native == python
 
 
-@given(cases(devices=8, batches=16, policy="zb"))
-def test_both_passes_lend_a_tight_memory_alike(case: Case) -> None:
-    native, python = both(replace(case, memory=tight_memory(case)))
-    assert native == python
+def test_both_passes_lend_a_tight_memory_alike() -> None:
+    """On plans that come back to a device, where a forward may stop what is on its way."""
+    looked_at = 0
+    for seed in range(1500):
+        case = replace(random_case(seed, 4, 10, "zb"), chains=())
+        if len(case.plan.devices) < sum(case.plan.degrees):
+            native, python = both(replace(case, memory=tight_memory(case)))
+            assert native == python
+            looked_at += 1
+    assert looked_at > 500
 
 
 @given(cases(devices=8, batches=12))
