@@ -25,6 +25,7 @@ from megatron_flex.cluster.profile import KindProfile, Line, Profile, ProfileErr
 from megatron_flex.data.packed import PackedBatch
 from megatron_flex.model.config import ModelConfig
 from megatron_flex.model.layers import Kind
+from megatron_flex.model.tape import Tape, recording
 from megatron_flex.planner.memory import boundary_bytes, unit_memory
 from megatron_flex.planner.plan import Plan, Stage
 from megatron_flex.runtime.holdings import Holdings
@@ -124,19 +125,16 @@ class Workbench:
         """Seconds of the parts of one pass of one unit over one micro-batch."""
         block, batch = self.blocks[kind], self.batch(shape)
         hidden = self._input(shape, kind)
+        tape = Tape()
         begin = self._now()
-        output = block(hidden, batch)
+        with recording(tape):
+            output = block(hidden, batch)
         forward = self._now() - begin
         gradient = torch.ones_like(output)
-        half = 0.0
-        if hidden is not None:
-            begin = self._now()
-            torch.autograd.grad(output, hidden, gradient)
-            half = self._now() - begin
-            del output
-            output = block(hidden, batch)
         begin = self._now()
         torch.autograd.backward(output, gradient)
+        half = self._now() - begin
+        tape.run()
         whole = self._now() - begin
         return {"forward": forward, "backward_input": half, "backward": whole}
 
