@@ -11,8 +11,6 @@ namespace mflex {
 namespace {
 
 constexpr int64_t kGrain = 64 << 10;  // elements
-// Bytes read and written from which on a cast writes past the caches.
-constexpr int64_t kStreamTraffic = 2 * kStreamBytes;
 
 struct Narrow {
   using From = uint32_t;
@@ -34,32 +32,31 @@ MFLEX_INLINE void cast_all(typename Cast::To* __restrict target,
   for (int64_t i = 0; i < count; ++i) target[i] = cast(source[i]);
 }
 
-// Past the caches, in the order of StreamCopy: pages of the source side by side, a line of 32
-// elements of the narrower type at a time.
+// Past the caches. Lines of the next eight pages are fetched in turn, then cast in their order, see
+// StreamCopy; what is left of eight pages is cast plainly.
 template <typename Cast>
 MFLEX_INLINE void cast_streaming(typename Cast::To* target, const typename Cast::From* source,
                                  int64_t count, const Cast& cast) {
   using From = typename Cast::From;
   using To = typename Cast::To;
-  constexpr int64_t kStep = 32, kPage = 4096 / sizeof(From), kPages = 4;
-  constexpr int64_t kLine = 64 / sizeof(To);
-  int64_t head = static_cast<int64_t>(-reinterpret_cast<uintptr_t>(target) % 64 / sizeof(To));
+  constexpr int64_t kStep = 32, kPages = 8;  // a step is a line of the narrower type
+  constexpr int64_t kGroup = kPages * kPage / sizeof(From), kPart = kLine / sizeof(To);
+  constexpr int64_t kFetches = kStep * sizeof(From) / kLine;
+  int64_t head = static_cast<int64_t>(-reinterpret_cast<uintptr_t>(target) % kLine / sizeof(To));
   head = std::min(head, count);
   cast_all(target, source, head, cast);
   int64_t done = head;
-  for (; count - done >= kPages * kPage; done += kPages * kPage) {
-    for (int64_t step = 0; step < kPage; step += kStep) {
-      for (int64_t page = 0; page < kPages; ++page) {
-        const int64_t at = done + page * kPage + step;
-        for (size_t line = 0; line < kStep * sizeof(From); line += 64) {
-          __builtin_prefetch(reinterpret_cast<const char*>(source + at + kPages * kPage) + line);
-        }
-        // Line by line: it stays in a register on its way through `part`.
-        for (int64_t i = at; i < at + kStep; i += kLine) {
-          alignas(64) To part[kLine];
-          cast_all(part, source + i, kLine, cast);
-          stream_lines<64>(target + i, part);
-        }
+  for (; count - done >= kGroup; done += kGroup) {
+    const char* const next = reinterpret_cast<const char*>(source + done + kGroup);
+    for (int64_t step = 0; step < kGroup / kStep; ++step) {
+      for (int64_t line = step * kFetches; line < (step + 1) * kFetches; ++line) {
+        fetch_line(next + line % kPages * kPage + line / kPages * kLine);
+      }
+      // Line by line: it stays in a register on its way through `part`.
+      for (int64_t i = done + step * kStep; i < done + (step + 1) * kStep; i += kPart) {
+        alignas(kLine) To part[kPart];
+        cast_all(part, source + i, kPart, cast);
+        stream_lines<kLine>(target + i, part);
       }
     }
   }
@@ -90,22 +87,22 @@ MFLEX_INLINE void widen_streaming(uint32_t* target, const uint16_t* source, int6
 MFLEX_API void mflex_cast_float32_to_bfloat16(const uint32_t* source, uint16_t* target,
                                               int64_t count, uint32_t nan_bits, int32_t threads) {
   using namespace mflex;
-  const bool streams = 6 * count >= kStreamTraffic;
+  const bool past = streams(3 * count);
   parallel_for(count, kGrain, threads, [&](int64_t begin, int64_t end) {
-    const auto cast = streams ? AtLevels<narrow_streaming>::pick() : AtLevels<narrow>::pick();
+    const auto cast = past ? AtLevels<narrow_streaming>::pick() : AtLevels<narrow>::pick();
     cast(target + begin, source + begin, end - begin, static_cast<uint16_t>(nan_bits));
-    if (streams) stream_fence();
+    if (past) stream_fence();
   });
 }
 
 MFLEX_API void mflex_cast_bfloat16_to_float32(const uint16_t* source, uint32_t* target,
                                               int64_t count, int32_t threads) {
   using namespace mflex;
-  const bool streams = 6 * count >= kStreamTraffic;
+  const bool past = streams(3 * count);
   parallel_for(count, kGrain, threads, [&](int64_t begin, int64_t end) {
-    const auto cast = streams ? AtLevels<widen_streaming>::pick() : AtLevels<widen>::pick();
+    const auto cast = past ? AtLevels<widen_streaming>::pick() : AtLevels<widen>::pick();
     cast(target + begin, source + begin, end - begin);
-    if (streams) stream_fence();
+    if (past) stream_fence();
   });
 }
 

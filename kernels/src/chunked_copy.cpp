@@ -13,10 +13,10 @@ namespace {
 
 void copy_chunk(const Chunks& chunks, int64_t i, char* target, const char* source) {
   const int64_t at = chunks.begin(i), bytes = chunks.size(i);
-  if (chunks.bytes < kStreamBytes) {
-    std::memcpy(target + at, source + at, static_cast<size_t>(bytes));
-  } else {
+  if (streams(chunks.bytes)) {
     stream_copy(target + at, source + at, bytes);
+  } else {
+    std::memcpy(target + at, source + at, static_cast<size_t>(bytes));
   }
 }
 

@@ -16,7 +16,7 @@ constexpr int64_t kGrain = 256 << 10;
 
 void copy_range(const Segments& all, const int64_t* first_byte, int64_t begin, int64_t end,
                 bool stream) {
-  StreamCopy streams;
+  StreamCopy past;
   for (int64_t s = find_segment(first_byte, all.count, begin); begin < end; ++s) {
     const int64_t offset = begin - first_byte[s];
     const int64_t bytes = std::min(all.sizes[s] - offset, end - begin);
@@ -25,22 +25,23 @@ void copy_range(const Segments& all, const int64_t* first_byte, int64_t begin, i
     if (all.sources[s] == 0) {
       std::memset(target, 0, static_cast<size_t>(bytes));
     } else if (stream) {
-      streams.add(target, reinterpret_cast<const char*>(all.sources[s]) + offset, bytes);
+      past.add(target, reinterpret_cast<const char*>(all.sources[s]) + offset, bytes);
     } else {
       std::memcpy(target, reinterpret_cast<const char*>(all.sources[s]) + offset,
                   static_cast<size_t>(bytes));
     }
     begin += bytes;
   }
-  if (stream) streams.finish();
+  if (stream) past.finish();
 }
 
 void copy_segments(const Segments& all, int threads) {
   std::vector<int64_t> first_byte(static_cast<size_t>(all.count) + 1, 0);
   for (int64_t i = 0; i < all.count; ++i) first_byte[i + 1] = first_byte[i] + all.sizes[i];
   const int64_t total = first_byte[all.count];
+  const bool stream = streams(total);
   parallel_for(total, kGrain, threads, [&](int64_t begin, int64_t end) {
-    copy_range(all, first_byte.data(), begin, end, total >= kStreamBytes);
+    copy_range(all, first_byte.data(), begin, end, stream);
   });
 }
 

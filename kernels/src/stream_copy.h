@@ -12,33 +12,16 @@
 
 namespace mflex {
 
+constexpr int64_t kLine = 64, kPage = 4096;
+
 // From this total on, a kernel writes past the caches: about twice a core's second-level cache. The
 // read that a plain store makes of its target is then a third of all traffic.
 constexpr int64_t kStreamBytes = 4 << 20;
 
-// Copies past the caches, several of them one after the other. Bytes are in place only after
-// finish(): whole pages are collected, also from several copies, and copied four side by side. The
-// prefetchers follow one stream in each, and together they keep more reads in flight than a single
-// stream does (measured: 10 GB/s against 7).
-class StreamCopy {
- public:
-  // As memcpy(target, source, bytes).
-  void add(char* target, const char* source, int64_t bytes);
-  // Copies what is left and orders all bytes before whatever this thread stores next.
-  void finish();
-
- private:
-  static constexpr int kPages = 4;
-  template <int pages>
-  void copy_pages();
-
-  char* targets_[kPages];
-  const char* sources_[kPages];
-  int collected_ = 0;
-};
-
-// One copy past the caches, its bytes in place for whoever sees this thread's later stores.
-void stream_copy(char* target, const char* source, int64_t bytes);
+// Whether `total` bytes are copied past the caches: from kStreamBytes on, unless
+// MEGATRON_FLEX_COPY=memcpy in the environment, or this processor does it badly. That is measured
+// by the first call with so many bytes, in about 5 ms; MEGATRON_FLEX_COPY=stream forgoes it.
+bool streams(int64_t total);
 
 // `bytes`, a multiple of 16, to a target at a 16-byte boundary, past the caches. The processor
 // joins the stores of one cache line.
@@ -56,6 +39,49 @@ MFLEX_INLINE void stream_lines(void* target, const void* source) {
   std::memcpy(target, source, bytes);
 #endif
 }
+
+// Asks for a line that is read soon, into the second-level cache: it has room for all of them.
+MFLEX_INLINE void fetch_line(const char* address) {
+  __builtin_prefetch(address, 0, 2);
+}
+
+// What turns an offset into the order in which lines are best copied: 0 for upwards, else
+// downwards (offset ^ flip). A load waits for an older store, not yet written, whose address has
+// the same low 12 bits: such a store exists where the target lies little above the source in its
+// page, and upwards is the way of both. AMD's guides tell of it, and glibc's memcpy does the same.
+MFLEX_INLINE int64_t flip_of(const char* target, const char* source) {
+  const int64_t above = (target - source) & (kPage - 1);
+  return above > 0 && above < kPage / 2 ? kPage - kLine : 0;
+}
+
+// Copies past the caches, several of them one after the other. Bytes are in place only after
+// finish(): whole pages are collected, also from several copies. Lines of eight pages are fetched
+// in turn, then copied page by page: a processor follows one stream of reads in each page, and
+// eight keep more reads in flight than one, while stores in turn to several pages, whose addresses
+// are alike in their low bits, hold up the loads of some processors (a quarter of memcpy's speed).
+class StreamCopy {
+ public:
+  // As memcpy(target, source, bytes).
+  void add(char* target, const char* source, int64_t bytes);
+  // Copies what is left and orders all bytes before whatever this thread stores next.
+  void finish();
+
+ private:
+  static constexpr int kPages = 8;
+  struct Group {
+    char* targets[kPages];
+    const char* sources[kPages];
+    int count = 0;
+  };
+  // Copies `now_`, fetches the lines of `next_` meanwhile, if there are any, and goes on to them.
+  template <bool ahead>
+  void advance();
+
+  Group now_, next_;
+};
+
+// One copy past the caches, its bytes in place for whoever sees this thread's later stores.
+void stream_copy(char* target, const char* source, int64_t bytes);
 
 // Orders the streamed lines of this thread before whatever it stores next.
 void stream_fence();

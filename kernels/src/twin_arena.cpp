@@ -31,8 +31,11 @@ MFLEX_API uint64_t mflex_twin_save(const char* source, char* target, int64_t byt
     const int64_t at = chunks.begin(i), size = chunks.size(i);
     __atomic_exchange_n(&flags[i], uint64_t{0}, __ATOMIC_ACQ_REL);
     // What is kept for recovery is not read again soon: it must not push work out of the caches.
-    mflex::stream_copy(target + at, source + at, size);
-    mflex::stream_fence();
+    if (mflex::streams(mflex::kStreamBytes)) {
+      mflex::stream_copy(target + at, source + at, size);
+    } else {
+      std::memcpy(target + at, source + at, static_cast<size_t>(size));
+    }
     hash = mflex::xxh64(source + at, static_cast<uint64_t>(size), hash);
     __atomic_store_n(&flags[i], version, __ATOMIC_RELEASE);
   }

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import shutil
 import subprocess
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -24,17 +26,21 @@ def _driver(sanitizer: str) -> Path:
     return directory / "kernel_tests"
 
 
-@pytest.mark.parametrize(("sanitizer", "rounds"), [("address", 500), ("thread", 100)])
+@pytest.mark.parametrize(
+    ("sanitizer", "rounds", "way"), [("address", 500, "stream"), ("thread", 100, "memcpy")]
+)
 def test_random_rounds_pass_under_sanitizers(
-    sanitizer: str, rounds: int, count: Callable[[int, int], int]
+    sanitizer: str, rounds: int, way: str, count: Callable[[int, int], int]
 ) -> None:
     rounds = count(rounds, 20 * rounds)
     command = [str(_driver(sanitizer)), str(rounds), "1"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    environment = {**os.environ, "MEGATRON_FLEX_COPY": way}
+    run = partial(subprocess.run, capture_output=True, text=True, timeout=600, env=environment)
+    done = run(command)
     if "unexpected memory mapping" in done.stderr:
         # Older ThreadSanitizers do not bear as much address randomisation as newer kernels do.
         command = ["setarch", platform.machine(), "--addr-no-randomize", *command]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+        done = run(command)
     assert done.returncode == 0, done.stderr[-5000:]
     assert f"{rounds} rounds passed" in done.stdout
     assert "Sanitizer" not in done.stderr

@@ -5,6 +5,10 @@ Each is run in its CPU form and, lane by lane, with the very indexing that the G
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 import torch
@@ -94,6 +98,39 @@ def test_a_segment_of_more_than_two_gigabytes_is_copied_whole() -> None:
     kernels.SegmentCopy([source], buffer).gather()
     assert torch.equal(buffer[marks], source[marks])
     assert buffer.count_nonzero() == len(marks)
+
+
+# Both ways of copying much at once, which a process chooses between by a measurement, once.
+BOTH_WAYS = """
+import torch
+from megatron_flex import kernels
+for gap in (0, 1, 64, 1024, 2048, 3000, 4032):  # bytes from source to target within a page
+    whole = torch.randint(0, 256, (6_000_001 + 8192,), dtype=torch.uint8)
+    source, size = whole[4096:-4096], 6_000_001
+    room = torch.zeros(size + 16384, dtype=torch.uint8)
+    begin = 4096 + (source.data_ptr() + gap - room.data_ptr()) % 4096
+    target, pieces = room[begin : begin + size], source.split(70_000 + gap)
+    kernels.SegmentCopy(pieces, target).gather(2)
+    assert torch.equal(target, source)
+    assert not room[:begin].any() and not room[begin + size :].any()
+    flags = torch.zeros(kernels.chunk_count(size, 99_999), dtype=torch.int64)
+    kernels.write_chunks(source, target.zero_(), flags, 1, 99_999)
+    assert torch.equal(target, source)
+wide = torch.randn(2_000_003)
+narrow = torch.zeros(wide.shape, dtype=torch.bfloat16)
+kernels.cast_copy(wide, narrow)
+assert torch.equal(narrow, wide.bfloat16())
+kernels.cast_copy(narrow, wide)
+assert torch.equal(wide, narrow.float())
+"""
+
+
+@pytest.mark.parametrize("way", ["stream", "memcpy"])
+def test_either_way_of_copying_much_moves_every_byte_and_no_other(way: str) -> None:
+    environment = {**os.environ, "MEGATRON_FLEX_COPY": way}
+    command = [sys.executable, "-c", BOTH_WAYS]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize(
