@@ -31,7 +31,7 @@ double seconds_of(char* target, char* source, int64_t bytes, const Copy& copy) {
 // A plain copy leaves the write of its lines to whoever needs their place in the cache, half as
 // much traffic again: so it must be faster than that to be better.
 bool streams_well() {
-  constexpr int64_t kBytes = 2 << 20;
+  constexpr int64_t kBytes = 512 << 10;
   const std::unique_ptr<char, decltype(&std::free)> memory(
       static_cast<char*>(std::aligned_alloc(kPage, 2 * kBytes)), &std::free);
   if (memory == nullptr) return true;

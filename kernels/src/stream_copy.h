@@ -20,7 +20,7 @@ constexpr int64_t kStreamBytes = 4 << 20;
 
 // Whether `total` bytes are copied past the caches: from kStreamBytes on, unless
 // MEGATRON_FLEX_COPY=memcpy in the environment, or this processor does it badly. That is measured
-// by the first call with so many bytes, in about 5 ms; MEGATRON_FLEX_COPY=stream forgoes it.
+// by the first call with so many bytes, in about 10 ms; MEGATRON_FLEX_COPY=stream forgoes it.
 bool streams(int64_t total);
 
 // `bytes`, a multiple of 16, to a target at a 16-byte boundary, past the caches. The processor
