@@ -24,6 +24,7 @@ from megatron_flex.loop.checkpointing import (
     resumed_iteration,
     resumed_samples,
 )
+from megatron_flex.loop.divergence import DivergedError, Divergence
 from megatron_flex.loop.evaluation import evaluate
 from megatron_flex.loop.host_copies import HostCopies
 from megatron_flex.loop.iteration import Iterations, cost_coefficients
@@ -58,6 +59,7 @@ from megatron_flex.twinlayer.errors import TwinError
 EXPECTED = (
     CheckpointError,
     DataError,
+    DivergedError,
     PlanError,
     ScheduleError,
     TelemetryError,
@@ -121,7 +123,7 @@ class Trainer:
         optimizer = OptimizerConfig(t.adam_beta1, t.adam_beta2, t.adam_eps, t.clip_grad)
         self.schedule = LearningRateSchedule(config.learning_rate, t)
         stored = config.checkpoint
-        if config.evaluation.skip_train:  # needs neither moments nor the same schedule
+        if config.evaluation.skip_train:
             stored = replace(stored, load_optim=False)
         self.checkpoints = Checkpoints(stored, world, self.holdings, config.values())
         self.copies.reserve(self.holdings, plan, changes=plans_change(config))
@@ -139,6 +141,7 @@ class Trainer:
         self.memory = MemoryMeasure(config.flexpipe.memory_budget)
         self.switched = False
         self.stopping = Stopping(t)
+        self.divergence = Divergence()
         self.profiler = Profiler(config.profiling, world.rank, g.tensorboard_dir)
         self.speaks = world.rank == world.size - 1  # Megatron-LM: the last worker prints
         self.recorder = open_recorder(
@@ -169,13 +172,21 @@ class Trainer:
         """The newest state there is: in host memory, on the disk, or a fresh one."""
         common = self.copies.restore(self.holdings, plan)
         if common is None:
-            return self.checkpoints.load(self.schedule, cost_coefficients(self.parts.model))
+            updates = not self.config.evaluation.skip_train
+            return self.checkpoints.load(
+                self.schedule if updates else None, cost_coefficients(self.parts.model)
+            )
         source = f"iteration {common['progress']['iteration']} in host memory"
         return self.checkpoints.resume(common, self.schedule, source)
 
     def run(self) -> None:
         """The whole run: training, then validation and test, unless training was stopped."""
-        if self.config.evaluation.skip_train or self.train():
+        try:
+            trained = self.config.evaluation.skip_train or self.train()
+        except DivergedError:
+            self.checkpoints.close()  # one that is being written is of a better state
+            raise
+        if trained:
             self.final_evaluation()
         self.steps.close()
         self.trace.close()
@@ -195,6 +206,9 @@ class Trainer:
             iteration = self.progress.iteration
             *agreed, lost = result.signals
             signals = tuple(agreed)
+            self.divergence.add(
+                iteration, finite=result.finite, advice=lambda: self.checkpoints.advice
+            )
             self.copies.after(iteration, self.iterations.executor, self._common, lost=lost)
             if _due(options.evaluation.eval_interval, iteration) and not any(signals):
                 signals = self._evaluate(self.parts.valid, f"iteration {iteration}")
@@ -384,7 +398,12 @@ class Trainer:
 
     def _save(self) -> None:
         self.iterations.executor.settle()
-        self.checkpoints.save(self.progress, self.schedule, self.coefficients)
+        self.checkpoints.save(
+            self.progress,
+            self.schedule,
+            self.coefficients,
+            rotate=not self.divergence.suspected,
+        )
         asynchronous = self.config.checkpoint.async_save
         verb = (
             "scheduled an async checkpoint save"

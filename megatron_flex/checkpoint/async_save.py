@@ -60,9 +60,16 @@ class AsyncSaver:
         return self._job is not None and not self._job.is_alive() and self._job.error is not None
 
     def start(
-        self, iteration: int, tensors: Mapping[str, torch.Tensor], common: Mapping[str, Any]
+        self,
+        iteration: int,
+        tensors: Mapping[str, torch.Tensor],
+        common: Mapping[str, Any],
+        *,
+        rotate: bool = True,
     ) -> float:
         """Begin to save; see :func:`megatron_flex.checkpoint.save.save` for the arguments.
+
+        Without ``rotate`` this checkpoint makes no earlier one expire.
 
         Returns the seconds spent waiting for the previous checkpoint. Raises that one's error.
         """
@@ -79,7 +86,7 @@ class AsyncSaver:
             dict(self._buffers),
             copy.deepcopy(dict(common)),
             self._ranks,
-            self._retention,
+            self._retention if rotate else KEEP_ALL,
         )
         self._job.start()
         return waited

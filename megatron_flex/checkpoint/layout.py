@@ -42,12 +42,16 @@ def iterations_in(directory: Path) -> list[int]:
 
 
 def latest(directory: Path | str) -> int | None:
-    """The iteration that the tracker names, ``None`` when there is no tracker."""
+    """The iteration that the tracker names, ``None`` when there is no checkpoint.
+
+    Raises :class:`CheckpointError` for checkpoints without a tracker: only their owner can tell
+    which to go on from, and a run that starts anew there would overwrite and delete them.
+    """
     tracker = Path(directory) / TRACKER
     try:
         text = tracker.read_text().strip()
     except FileNotFoundError:
-        return None
+        return _without_tracker(Path(directory))
     except (OSError, UnicodeDecodeError) as error:
         raise CheckpointError(f"cannot read {tracker}: {describe(error)}") from error
     if text.isascii() and text.isdecimal():
@@ -58,16 +62,31 @@ def latest(directory: Path | str) -> int | None:
     )
 
 
+def _without_tracker(directory: Path) -> int | None:
+    """What :func:`latest` is of a directory that has no tracker."""
+    found = iterations_in(directory)
+    if not found:
+        return None
+    # A process killed between the two renames of the first :func:`publish` leaves the tracker
+    # under its hidden name; the checkpoint it names is complete.
+    for pending in sorted(directory.glob(f".{TRACKER}.*")):
+        text = pending.read_text().strip()
+        if text.isdecimal() and int(text) == found[-1]:
+            return found[-1]
+    raise CheckpointError(
+        f"{directory} holds checkpoints of iterations {_listing(directory)}, but no {TRACKER},"
+        " which says where to go on: load one of them with --ckpt-step, or write its iteration"
+        " into that file, or move them away to start anew"
+    )
+
+
 def locate(directory: Path | str, iteration: int | None = None) -> Path:
     """The directory of the checkpoint of ``iteration`` (default: the tracker's)."""
     directory = Path(directory)
     if iteration is None:
         iteration = latest(directory)
         if iteration is None:
-            raise CheckpointError(
-                f"no checkpoint in {directory}: it has no {TRACKER} (iterations there:"
-                f" {_listing(directory)})"
-            )
+            raise CheckpointError(f"no checkpoint in {directory}: it has no {TRACKER}")
     path = directory / name_of(iteration)
     if path.is_dir():
         return path
@@ -82,7 +101,8 @@ def locate(directory: Path | str, iteration: int | None = None) -> Path:
 
 def _listing(directory: Path) -> str:
     found = iterations_in(directory)
-    return ", ".join(map(str, found[-8:])) if found else "none"
+    earlier = f"{len(found) - 8} earlier ones, " if found[8:] else ""
+    return earlier + ", ".join(map(str, found[-8:])) if found else "none"
 
 
 @contextmanager
@@ -117,7 +137,7 @@ def remove_leftovers(directory: Path) -> None:
     for entry in directory.iterdir():
         match = _TEMPORARY.fullmatch(entry.name)
         if match is None:
-            if entry.name.startswith(f".{TRACKER}"):
+            if entry.name.startswith(f".{TRACKER}") and (directory / TRACKER).exists():
                 entry.unlink(missing_ok=True)
         elif not entry.name.startswith(".old") or (directory / name_of(int(match[1]))).is_dir():
             shutil.rmtree(entry, ignore_errors=True)

@@ -35,7 +35,7 @@ class LoadOptions:
 
     @property
     def optimizer(self) -> bool:
-        """Whether optimizer state and scheduler are taken from the checkpoint."""
+        """Whether optimizer state is taken from the checkpoint."""
         return self.load_optim and not self.finetune
 
     @property
@@ -50,8 +50,8 @@ class LoadOptions:
     def iteration(self, directory: Path | str) -> int | None:
         """The iteration to load from ``directory``; ``None``: start from scratch.
 
-        Raises :class:`CheckpointError` when ``ckpt_step`` is not there, or nothing is there and
-        ``exit_on_missing_checkpoint`` is set.
+        Raises :class:`CheckpointError` when ``ckpt_step`` is not there, when nothing is there and
+        ``exit_on_missing_checkpoint`` is set, or when there are checkpoints without a tracker.
         """
         if self.ckpt_step is not None:
             locate(directory, self.ckpt_step)

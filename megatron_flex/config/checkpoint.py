@@ -33,10 +33,12 @@ class CheckpointOptions:
     """Leave the dropout keys out of checkpoints."""
 
     load: str | None = None
-    """Directory that the newest checkpoint is loaded from."""
+    """Directory that the newest checkpoint is loaded from: the one that
+    latest_checkpointed_iteration.txt names there. Checkpoints without that file are an error."""
 
     load_optim: bool = option(True, flags=("--no-load-optim",))
-    """Do not load the optimizer's state."""
+    """Do not load the optimizer's state: moments start at zero, and master weights from the
+    weights. The position in the learning-rate schedule is loaded all the same."""
 
     load_rng: bool = option(True, flags=("--no-load-rng",))
     """Do not load the dropout keys."""

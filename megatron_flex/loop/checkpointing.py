@@ -11,15 +11,16 @@ import torch.distributed as dist
 
 from megatron_flex.checkpoint.async_save import AsyncSaver
 from megatron_flex.checkpoint.errors import CheckpointError
-from megatron_flex.checkpoint.layout import latest
+from megatron_flex.checkpoint.layout import iterations_in, latest
 from megatron_flex.checkpoint.load import load, read_common
 from megatron_flex.checkpoint.manifest import MODEL
 from megatron_flex.checkpoint.options import LoadOptions
-from megatron_flex.checkpoint.retention import Retention
+from megatron_flex.checkpoint.retention import KEEP_ALL, Retention
 from megatron_flex.checkpoint.save import check_writable, save
 from megatron_flex.config.checkpoint import CheckpointOptions
 from megatron_flex.data.microbatches import CostCoefficients
 from megatron_flex.learning_rate import LearningRateSchedule
+from megatron_flex.loop.divergence import DivergedError, usable
 from megatron_flex.loop.progress import Progress
 from megatron_flex.runtime.holdings import Holdings
 from megatron_flex.runtime.shards import filling, owned_state
@@ -66,17 +67,31 @@ class Checkpoints:
         return self._background is not None and self._background.failed
 
     def save(
-        self, progress: Progress, schedule: LearningRateSchedule, coefficients: CostCoefficients
+        self,
+        progress: Progress,
+        schedule: LearningRateSchedule,
+        coefficients: CostCoefficients,
+        *,
+        rotate: bool = True,
     ) -> None:
-        """Save after ``progress.iteration``; returns at once with ``--async-save``."""
+        """Save after ``progress.iteration``; returns at once with ``--async-save``.
+
+        Without ``rotate`` no earlier checkpoint is deleted. Raises :class:`DivergedError`, and
+        saves nothing, when the state is of no use (:func:`usable`).
+        """
         options = self._options
         assert options.save is not None
         tensors = owned_state(self._world, self._holdings, optimizer=options.save_optim)
+        if self._world.sum(not usable(tensors)):
+            raise DivergedError(
+                f"the weights or the optimizer's state after iteration {progress.iteration} are not"
+                f" finite, or too large to train on, and were not saved: {self.advice}"
+            )
         common = self.common(progress, schedule, coefficients)
         if options.save_rng:
             common["rng"] = {"seed": self._holdings.config.seed}
         if self._background is not None:
-            self._background.start(progress.iteration, tensors, common)
+            self._background.start(progress.iteration, tensors, common, rotate=rotate)
         else:
             save(
                 options.save,
@@ -84,8 +99,21 @@ class Checkpoints:
                 tensors,
                 common,
                 group=self._group,
-                retention=self._retention,
+                retention=self._retention if rotate else KEEP_ALL,
             )
+
+    @property
+    def advice(self) -> str:
+        """What to do about a run that has diverged."""
+        options = self._options
+        found = [] if options.save is None else iterations_in(Path(options.save))
+        if not found:
+            return "start again with a lower --lr or a longer warm-up, and look at the data"
+        listed = ", ".join(map(str, found[-8:]))
+        return (
+            f"go on from an earlier checkpoint (--load {options.save} --ckpt-step N; there is"
+            f" {listed}) with a lower --lr, and look at the data"
+        )
 
     def common(
         self, progress: Progress, schedule: LearningRateSchedule, coefficients: CostCoefficients
@@ -101,11 +129,18 @@ class Checkpoints:
         }
 
     def resume(
-        self, common: dict[str, Any], schedule: LearningRateSchedule, source: str
+        self,
+        common: dict[str, Any],
+        schedule: LearningRateSchedule | None,
+        source: str,
+        *,
+        optimizer: bool = True,
     ) -> Restored:
         """Continue from what :meth:`common` gave; the slabs' state is there already."""
-        self._holdings.updates = common["optimizer_steps"]
-        schedule.load_state_dict(common["opt_param_scheduler"])
+        if optimizer:
+            self._holdings.updates = common["optimizer_steps"]
+        if schedule is not None:
+            schedule.load_state_dict(common["opt_param_scheduler"])
         return _restored(common, source)
 
     def close(self) -> None:
@@ -113,8 +148,13 @@ class Checkpoints:
         if self._background is not None:
             self._background.close()
 
-    def load(self, schedule: LearningRateSchedule, coefficients: CostCoefficients) -> Restored:
+    def load(
+        self, schedule: LearningRateSchedule | None, coefficients: CostCoefficients
+    ) -> Restored:
         """Fill the state that the flags name; without a checkpoint the run starts from scratch.
+
+        A run that goes on takes the position of ``schedule`` too, which is no optimizer state
+        (``--no-load-optim``); ``None``: it makes no updates.
 
         Raises :class:`CheckpointError` naming what does not fit.
         """
@@ -145,16 +185,18 @@ class Checkpoints:
                 f" {self._holdings.config.seed}, which keys dropout and the order of the data: give"
                 " the same --seed, or --no-load-rng to go on with another"
             )
-        if options.optimizer:
-            return self.resume(common, schedule, source)
-        return _restored(common, source)
+        return self.resume(common, schedule, source, optimizer=options.optimizer)
 
 
 def find(o: CheckpointOptions) -> tuple[Path, LoadOptions, int] | None:
     """Directory, options and iteration to load; ``None`` where the run starts from scratch.
 
-    Raises :class:`CheckpointError` when a checkpoint that must be there is not.
+    Raises :class:`CheckpointError` when a checkpoint that must be there is not, or when
+    checkpoints are there, of ``--load`` or of ``--save``, that no tracker names.
     """
+    chosen = o.ckpt_step is not None and o.load is not None
+    if o.save is not None and not (chosen and Path(o.save) == Path(str(o.load))):
+        latest(o.save)
     options = LoadOptions(
         finetune=o.finetune,
         load_optim=o.load_optim,

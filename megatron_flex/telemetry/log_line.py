@@ -54,8 +54,8 @@ def training_line(
 
 
 def perplexity(loss: float) -> float:
-    """``exp(loss)``, bounded as in Megatron-LM so that it stays printable."""
-    return math.exp(min(20.0, loss))
+    """``exp(loss)``, bounded as in Megatron-LM so that it stays printable; NaN of NaN."""
+    return loss if math.isnan(loss) else math.exp(min(20.0, loss))
 
 
 def validation_lines(record: ValidationRecord) -> tuple[str, str, str]:

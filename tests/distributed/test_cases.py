@@ -38,6 +38,14 @@ row   test
       test_a_slow_disk_and_a_short_interval_name_complete_checkpoints_only
 23    test_padded_rows_of_the_vocabulary_never_change; unit/checkpoint/test_save_load.py:
       test_rows_that_pad_the_vocabulary_stay_out_of_the_checksum
+26    end_to_end/test_resume.py:
+      test_a_run_whose_weights_are_lost_ends_and_keeps_its_good_checkpoints;
+      unit/loop/test_checkpointing.py: test_a_state_that_is_not_finite_is_not_saved;
+      unit/telemetry/test_log_line.py: test_perplexity_stays_printable
+28    end_to_end/test_resume.py: test_checkpoints_without_a_tracker_are_never_taken_for_nothing
+29    end_to_end/test_resume.py:
+      test_without_the_optimizer_the_schedule_goes_on_from_its_position
+44    end_to_end/test_resume.py: test_a_bfloat16_run_goes_on_from_weights_that_were_loaded_alone
 ====  ==========================================================================================
 """
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
 
-from tests.distributed.pool import WorkerPool
+from megatron_flex.checkpoint.layout import TRACKER, iterations_in
+from megatron_flex.checkpoint.load import read_common
+from tests.distributed.pool import WorkerError, WorkerPool
 from tests.end_to_end import runs
 
 UNEVEN = "0:3@0,1 | 3:8@2"
@@ -110,16 +113,98 @@ def test_finetuning_starts_anew_from_the_weights(
     assert tuned.losses[0] < whole.losses[0]
 
 
+@pytest.mark.parametrize(
+    "way",
+    [
+        ("--load", "DIR", "--finetune"),
+        ("--pretrained-checkpoint", "DIR", "--use-distributed-optimizer"),
+    ],
+)
 def test_a_bfloat16_run_goes_on_from_weights_that_were_loaded_alone(
-    workers: WorkerPool, flags: list[str], tmp_path: Path
+    workers: WorkerPool, flags: list[str], tmp_path: Path, way: tuple[str, ...]
 ) -> None:
     words = [*flags, "--bf16", "--lr-warmup-iters", "0"]
     whole = runs.run(workers, 1, [*words, *saving(tmp_path)])
     # Steps far below a weight's last bit: an update rounds the master weights and no more.
-    still = ["--train-iters", "2", "--lr", "1e-12", "--min-lr", "0", "--finetune"]
-    tuned = runs.run(workers, 2, [*words, *still, "--load", str(tmp_path)])
+    still = ["--train-iters", "2", "--lr", "1e-12", "--min-lr", "0"]
+    alone = [word.replace("DIR", str(tmp_path)) for word in way]
+    tuned = runs.run(workers, 2, [*words, *still, *alone])
+    assert tuned.updates == 2
     loaded = {n: t for n, t in whole.state.items() if not n.startswith("optimizer.")}
     assert loaded
     for name, weight in loaded.items():
         error = (tuned.state[name].double() - weight.double()).abs().max()
         assert error <= 1e-9, f"{name} differs by {error:.1e}"
+
+
+@pytest.mark.parametrize("more", [(), ("--async-save",)])
+def test_a_run_whose_weights_are_lost_ends_and_keeps_its_good_checkpoints(
+    workers: WorkerPool, flags: list[str], tmp_path: Path, more: tuple[str, ...]
+) -> None:
+    here = [
+        *flags, "--pipeline-model-parallel-size", "2", "--save", str(tmp_path), "--load",
+        str(tmp_path), "--save-interval", "1", "--keep-last-n", "2", *more,
+    ]  # fmt: skip
+    runs.run(workers, 2, [*here, "--exit-interval", "3"])
+    lost = [*here, "--lr", "1e38", "--override-opt_param-scheduler"]
+    with pytest.raises(WorkerError, match="were not saved: go on from an earlier") as caught:
+        runs.run(workers, 2, lost)
+    assert f"--load {tmp_path} --ckpt-step N; there is 2, 3)" in str(caught.value)
+    assert iterations_in(tmp_path) == [2, 3]
+    # Saved seldom, it goes on until its gradients have not been finite for a while.
+    seldom = [*lost, "--save-interval", "100", "--train-iters", "20"]
+    with pytest.raises(WorkerError, match="not finite in 5 iterations in a row") as caught:
+        runs.run(workers, 2, seldom)
+    assert "(up to 9)" in str(caught.value)
+    assert iterations_in(tmp_path) == [2, 3]
+    again = runs.run(workers, 2, here)  # from iteration 3, as if nothing had been
+    assert len(again.losses) == LAST - 3
+    assert again.progress["skipped"] == 0
+
+
+def test_checkpoints_without_a_tracker_are_never_taken_for_nothing(
+    workers: WorkerPool, flags: list[str], tmp_path: Path
+) -> None:
+    here = [*flags, *saving(tmp_path), "--save-interval", "3", "--keep-last-n", "3"]
+    whole = runs.run(workers, 1, here)
+    (tmp_path / TRACKER).unlink()
+    before = sorted((p, p.stat().st_mtime_ns) for p in tmp_path.rglob("*"))
+    beside = ["--save-interval", "3"]
+    for way in (
+        here,
+        [*flags, "--load", str(tmp_path)],
+        [*flags, "--load", str(tmp_path), "--finetune"],
+        [*flags, "--pretrained-checkpoint", str(tmp_path)],
+        [*flags, "--save", str(tmp_path), *beside],
+        [*flags, "--save", str(tmp_path), "--load", str(tmp_path / "empty"), *beside],
+    ):
+        with pytest.raises(WorkerError, match=r"iterations 6, 9, 10, but no .*--ckpt-step"):
+            runs.run(workers, 1, way)
+    assert sorted((p, p.stat().st_mtime_ns) for p in tmp_path.rglob("*")) == before
+    resumed = runs.run(workers, 1, [*here, "--ckpt-step", "6"])
+    assert resumed.losses == whole.losses[6:]
+    assert (tmp_path / TRACKER).read_text() == str(LAST)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "rate"),
+    [
+        ((), 3e-3),
+        (("--override-opt_param-scheduler", "--lr", "1e-3"), 1e-3),
+        (("--use-checkpoint-opt_param-scheduler", "--lr", "1e-3"), 3e-3),
+    ],
+)
+def test_without_the_optimizer_the_schedule_goes_on_from_its_position(
+    workers: WorkerPool, flags: list[str], tmp_path: Path, schedule: tuple[str, ...], rate: float
+) -> None:
+    here = [*flags, *saving(tmp_path)]
+    runs.run(workers, 1, [*here, "--exit-interval", "5"])
+    position = read_common(tmp_path)["opt_param_scheduler"]["num_steps"]
+    assert position == 5 * 8
+    alone = runs.run(workers, 2, [*flags, "--load", str(tmp_path), "--no-load-optim", *schedule])
+    rates = [r.learning_rate for r in alone.history.iterations]
+    # Two iterations of warm-up, then a cosine over the other eight down to --min-lr.
+    cosine = [0.5 * (1.0 + math.cos(math.pi * (i - 2) / (LAST - 2))) for i in range(5, LAST)]
+    assert rates == pytest.approx([1e-4 + (rate - 1e-4) * c for c in cosine])
+    assert alone.schedule["num_steps"] == LAST * 8
+    assert alone.updates == LAST - 5, "moments begin anew, and so does their bias correction"

@@ -42,7 +42,7 @@ def parse_arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("directory", type=Path, help="what was given as --save")
-    parser.add_argument("--iteration", type=int, help="instead of the newest")
+    parser.add_argument("--iteration", "--ckpt-step", type=int, help="instead of the newest")
     parser.add_argument("--tensors", action="store_true", help="list each tensor by itself")
     parser.add_argument("--no-verify", action="store_true", help="do not read the tensors' files")
     parser.add_argument("--compare", type=Path, metavar="DIRECTORY", help="another checkpoint")
@@ -147,6 +147,14 @@ def differences(ours: Mapping[str, TensorEntry], others: Mapping[str, TensorEntr
     return lines
 
 
+def newest(directory: Path) -> str:
+    """The iteration that a run would go on from, or why there is none."""
+    try:
+        return str(latest(directory))
+    except CheckpointError as error:
+        return f"none: {error}"
+
+
 def inspect(options: argparse.Namespace) -> int:
     """Print the report; the exit status."""
     path = locate(options.directory, options.iteration)
@@ -154,7 +162,7 @@ def inspect(options: argparse.Namespace) -> int:
     common = read_common(options.directory, options.iteration)
     print(f"directory:  {options.directory}")
     print(f"iterations: {', '.join(map(str, iterations_in(options.directory)))}")
-    print(f"newest:     {latest(options.directory)}")
+    print(f"newest:     {newest(options.directory)}")
     print(f"shown here: {path}")
     print(f"files:      {len(manifest.files)} of"
           f" {size_text(sum(entry.bytes for entry in manifest.files.values()))}")  # fmt: skip

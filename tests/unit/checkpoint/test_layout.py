@@ -149,3 +149,30 @@ def test_two_processes_cannot_save_into_one_directory(tmp_path: Path) -> None:
             message = pool.apply(_try_lock, (str(tmp_path),))
         assert "another process is saving into" in message
         assert pool.apply(_try_lock, (str(tmp_path),)) == "locked"
+
+
+def test_checkpoints_that_no_tracker_names_are_listed_with_the_way_to_choose(
+    tmp_path: Path,
+) -> None:
+    for iteration in range(10, 120, 10):
+        _checkpoint(tmp_path, iteration)
+    (tmp_path / layout.TRACKER).unlink()
+    for way in (layout.latest, layout.locate):
+        with pytest.raises(CheckpointError) as caught:
+            way(tmp_path)
+        assert "iterations 3 earlier ones, 40, 50, 60, 70, 80, 90, 100, 110" in str(caught.value)
+        assert "--ckpt-step" in str(caught.value)
+    assert layout.locate(tmp_path, 20) == tmp_path / "iter_0000020"
+
+
+def test_a_kill_before_the_first_tracker_has_its_name_loses_nothing(tmp_path: Path) -> None:
+    _checkpoint(tmp_path, 7)
+    pending = tmp_path / f".{layout.TRACKER}.0a1b2c3d"
+    (tmp_path / layout.TRACKER).rename(pending)
+    assert layout.latest(tmp_path) == 7
+    layout.remove_leftovers(tmp_path)
+    assert layout.latest(tmp_path) == 7
+    _checkpoint(tmp_path, 8)
+    layout.remove_leftovers(tmp_path)
+    assert layout.latest(tmp_path) == 8
+    assert not pending.exists()

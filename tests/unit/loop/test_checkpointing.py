@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 from megatron_flex.checkpoint.errors import CheckpointError
+from megatron_flex.checkpoint.layout import iterations_in
 from megatron_flex.config.checkpoint import CheckpointOptions
 from megatron_flex.data.microbatches import CostCoefficients
 from megatron_flex.learning_rate import LearningRateSchedule
@@ -18,6 +20,7 @@ from megatron_flex.loop.checkpointing import (
     resumed_iteration,
     resumed_samples,
 )
+from megatron_flex.loop.divergence import DivergedError
 from megatron_flex.loop.progress import Progress
 from megatron_flex.model.config import ModelConfig
 from megatron_flex.planner.plan import Plan
@@ -99,6 +102,36 @@ def test_a_fine_tuning_has_nothing_behind_it(saved: tuple[str, Run]) -> None:
 def test_without_the_optimizer_the_position_stays(saved: tuple[str, Run]) -> None:
     run = Run(CheckpointOptions(load=saved[0], load_optim=False))
     assert run.load().progress == DONE
+    assert run.schedule.samples == 32
+    assert run.holdings.updates == 0
+
+
+@pytest.mark.parametrize("name", ["decoder.final_layernorm.weight", "optimizer.state.exp_avg"])
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_state_that_is_not_finite_is_not_saved(
+    saved: tuple[str, Run], name: str, asynchronous: bool
+) -> None:
+    directory, _ = saved
+    run = Run(CheckpointOptions(save=directory, keep_last_n=1, async_save=asynchronous))
+    next(t for n, t in run.state().items() if n.startswith(name)).detach()[-1] = float("nan")
+    later = replace(DONE, iteration=4)
+    with pytest.raises(DivergedError, match=r"after iteration 4 are not finite.*there is 3\)"):
+        run.checkpoints.save(later, run.schedule, COEFFICIENTS)
+    run.checkpoints.close()
+    assert iterations_in(Path(directory)) == [3]
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_no_checkpoint_is_given_up_for_one_under_suspicion(
+    saved: tuple[str, Run], asynchronous: bool
+) -> None:
+    directory, _ = saved
+    run = Run(CheckpointOptions(save=directory, keep_last_n=1, async_save=asynchronous))
+    for iteration, rotate, left in ((4, False, [3, 4]), (5, False, [3, 4, 5]), (6, True, [6])):
+        later = replace(DONE, iteration=iteration)
+        run.checkpoints.save(later, run.schedule, COEFFICIENTS, rotate=rotate)
+        run.checkpoints.close()
+        assert iterations_in(Path(directory)) == left
 
 
 def test_another_seed_is_refused_unless_it_is_wanted(saved: tuple[str, Run]) -> None:
