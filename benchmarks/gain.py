@@ -1,0 +1,220 @@
+"""What planning gains on variable lengths: iteration time against perfect balance.
+
+    python benchmarks/gain.py                            # all rows
+    python benchmarks/gain.py --batches 3 --rows 0 3     # some rows, few batches
+
+Simulated on described A100s. Each row is a model, a number of devices, samples a batch and the
+longest of them; *long p*: a share p of the samples is lognormal with a median of 16,000 tokens. The
+planner sees several ways of cutting each batch to micro-batches. Columns, as multiples of all work
+divided by all devices, sums over the batches:
+
+- chain: the longest sample alone through the model and back, where that is more: no schedule of
+  whole samples with a fused backward is faster;
+- for each schedule: planned for every batch, and the best single plan over the batches, as their
+  programs would run, with messages, reductions, updates and memory;
+- fixed, update, reduction: what the planned one of the last schedule spends on costs that do not
+  grow with the tokens, on updates, and on reductions that nothing hides.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+from tqdm import tqdm
+
+ROOT = Path(__file__).resolve().parent.parent
+if str(ROOT) not in sys.path:
+    sys.path.insert(0, str(ROOT))
+
+from megatron_flex.cluster.cluster import load
+from megatron_flex.data.global_batch import GlobalBatch
+from megatron_flex.data.microbatches import CostCoefficients, cut_by_tokens
+from megatron_flex.data.mock import mixture_lengths
+from megatron_flex.planner.build import Batch
+from megatron_flex.planner.closed_form import closed_form_profile
+from megatron_flex.planner.flops import model_work, total_work
+from megatron_flex.planner.options import PlannerOptions
+from megatron_flex.planner.plan import Plan, PlanError
+from megatron_flex.planner.planner import Planner
+from megatron_flex.planner.presets import model
+from megatron_flex.planner.simulation import Prediction, predict
+
+Lengths = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One setting; ``long``: the share of long samples, 0 for the mixture alone."""
+
+    model: str
+    devices: int
+    samples: int
+    longest: int
+    long: float = 0.0
+
+    @property
+    def budgets(self) -> tuple[int, ...]:
+        """Tokens of a micro-batch to choose from."""
+        return (4096, 16384, 65536) if self.long else (1024, 2048, 4096, 8192)
+
+    @property
+    def simulations(self) -> int:
+        """Candidates that a decision simulates."""
+        return 4 if self.long else 2
+
+    def lengths(self, number: int) -> Lengths:
+        """The samples of a batch."""
+        found = mixture_lengths(7000 + number, np.arange(self.samples))
+        if self.long:
+            r = np.random.default_rng(1000 + number)
+            long = r.lognormal(np.log(16000), 0.7, self.samples).astype(np.int64)
+            found = np.where(r.random(self.samples) < self.long, long, found)
+        return np.clip(found, 1, self.longest)
+
+    def __str__(self) -> str:
+        kind = f"long p = {self.long:g}" if self.long else f"up to {self.longest:,}"
+        return f"{self.model} x{self.devices}, {self.samples}, {kind}"
+
+
+ROWS = (
+    Row("gpt-3.35b", 16, 32, 2048),
+    Row("gpt-3.35b", 16, 32, 8192),
+    Row("gpt-3.35b", 16, 32, 65536),
+    Row("gpt-3.35b", 16, 128, 8192),
+    Row("gpt-13b", 32, 64, 8192),
+    Row("gpt-13b", 32, 64, 65536),
+    Row("gpt-13b", 32, 256, 65536),
+    Row("gpt-13b", 16, 32, 65536, 0.05),
+    Row("gpt-13b", 16, 32, 65536, 0.2),
+    Row("gpt-13b", 32, 128, 65536, 0.2),
+    Row("gpt-3.35b", 8, 64, 65536, 0.2),
+    Row("gpt-3.35b", 4, 32, 65536, 0.2),
+)
+
+
+class Setting:
+    """A row under one schedule."""
+
+    def __init__(self, row: Row, schedule: str, batches: int) -> None:
+        config, cluster = model(row.model), load(f"a100x{row.devices}")
+        options = PlannerOptions(schedule=schedule, simulations=row.simulations)
+        self.planner = Planner(config, closed_form_profile(config, cluster), cluster, options)
+        work = total_work(model_work(config))
+        cost = CostCoefficients(work.linear, work.quadratic)
+        self.lengths = [row.lengths(number) for number in range(batches)]
+        self.ways: list[list[Batch]] = []
+        for lengths in self.lengths:
+            whole = GlobalBatch(0, lengths, (int(lengths.sum()),))
+            cuts = {cut_by_tokens(whole, budget, cost): None for budget in row.budgets}
+            self.ways.append([Batch.of(cut) for cut in cuts])
+
+    @property
+    def coefficients(self) -> NDArray[np.float64]:
+        """Seconds of all units, forward and backward: fixed, a token, a token pair."""
+        units = self.planner.units
+        found: NDArray[np.float64] = (units.forward + units.backward).sum(axis=1)
+        return found
+
+    def ideal(self, lengths: Lengths) -> float:
+        """All work without fixed costs, divided by all devices."""
+        _, token, pair = self.coefficients
+        work = token * lengths + pair * lengths.astype(float) ** 2
+        return float(work.sum()) / len(self.planner.units.devices)
+
+    def chain(self, lengths: Lengths) -> float:
+        """The longest sample alone, or :meth:`ideal`."""
+        fixed, token, pair = self.coefficients
+        longest = float(lengths.max())
+        return max(self.ideal(lengths), fixed + token * longest + pair * longest**2)
+
+    def best(self, plan: Plan, ways: Sequence[Batch]) -> Prediction | None:
+        """The plan with the way of cutting that suits it; ``None`` if none fits."""
+        found: Prediction | None = None
+        for batch in ways:
+            price = self.planner.finder([batch]).best_of(plan, None, "given").price
+            if not price.fits:
+                continue
+            try:
+                one = predict(self.planner.units, price.plan, batch)
+            except PlanError:
+                continue
+            if one is not None and (found is None or one.seconds < found.seconds):
+                found = one
+        return found
+
+    def planned(self, progress: Callable[[], object]) -> list[tuple[Plan, Prediction, Batch]]:
+        """A decision for each batch, as its program would run."""
+        found = []
+        for ways in self.ways:
+            decision = self.planner.decide(ways, None)
+            batch = ways[decision.micro_batching]
+            prediction = predict(self.planner.units, decision.plan, batch)
+            assert prediction is not None  # only a finite stop gives None
+            found.append((decision.plan, prediction, batch))
+            progress()
+        return found
+
+    def single(self, pool: Sequence[Plan]) -> float:
+        """Seconds of the plan of the pool, and the even ones, that is best over all batches."""
+        best = float("inf")
+        plans = dict.fromkeys(Plan(p.stages) for p in (*pool, *self.planner.even_plans))
+        for plan in plans:
+            total = 0.0
+            for ways in self.ways:
+                prediction = self.best(plan, ways)
+                total += float("inf") if prediction is None else prediction.seconds
+                if total >= best:
+                    break
+            best = min(best, total)
+        return best
+
+
+def table(rows: Sequence[Row], schedules: Sequence[str], batches: int | None) -> None:
+    """Print the rows as they come."""
+    names = [f"{s}, {kind}" for s in schedules for kind in ("planned", "single")]
+    print(f"{'':34s}{'chain':>7s}" + "".join(f"{n:>18s}" for n in names)
+          + f"{'fixed':>8s}{'update':>8s}{'reduction':>11s}")  # fmt: skip
+    for row in rows:
+        count = batches or (10 if row.long else 24)
+        cells: list[float] = []
+        spent = (0.0, 0.0, 0.0)
+        for schedule in schedules:
+            setting = Setting(row, schedule, count)
+            ideal = sum(map(setting.ideal, setting.lengths))
+            if not cells:
+                cells.append(sum(map(setting.chain, setting.lengths)) / ideal)
+            with tqdm(total=count, desc=f"{row}, {schedule}", leave=False, file=sys.stderr) as bar:
+                planned = setting.planned(bar.update)
+            cells.append(sum(p.seconds for _, p, _ in planned) / ideal)
+            cells.append(setting.single([plan for plan, _, _ in planned]) / ideal)
+            devices = len(setting.planner.units.devices)
+            fixed = setting.coefficients[0] / devices
+            spent = (
+                sum(fixed * len(batch.tokens) for _, _, batch in planned) / ideal,
+                sum(max(p.timeline.update) for _, p, _ in planned) / ideal,
+                sum(p.timeline.norm - p.placement.makespan for _, p, _ in planned) / ideal,
+            )
+        print(f"{row!s:34s}{cells[0]:7.2f}" + "".join(f"{c:18.2f}" for c in cells[1:])
+              + f"{spent[0]:8.2f}{spent[1]:8.2f}{spent[2]:11.2f}", flush=True)  # fmt: skip
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--rows", type=int, nargs="+", choices=range(len(ROWS)), metavar="N",
+                        help="rows by number, from 0")  # fmt: skip
+    parser.add_argument("--batches", type=int, help="of each row; default 24, of long ones 10")
+    parser.add_argument("--schedules", nargs="+", default=["1f1b", "zb"])
+    arguments = parser.parse_args()
+    rows = ROWS if arguments.rows is None else [ROWS[n] for n in arguments.rows]
+    table(rows, arguments.schedules, arguments.batches)
+
+
+if __name__ == "__main__":
+    main()
