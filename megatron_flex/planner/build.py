@@ -300,6 +300,12 @@ class ModelCosts:
         given = self.options.budget
         return float(self.cluster.usable_memory if given is None else given)
 
+    @property
+    def whole_budget(self) -> float:
+        """The budget as the user gave it: :attr:`budget` may be smaller for a while."""
+        given = self.options.whole_budget
+        return self.budget if given is None else float(given)
+
     def _element_kind(self, kinds: tuple[Kind, ...], forward: float) -> ElementKind:
         options, memory = self.options, self.memory
         activation = sum(self.profile.kinds[k].activation for k in kinds)

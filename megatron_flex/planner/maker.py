@@ -33,12 +33,14 @@ class Made:
     Attributes:
         program: accepted by the validator.
         schedule: the policy that ordered it.
+        spare: bytes of the whole budget in which it was to place no activations.
         timeline: every operation, reduction and update with its time.
         memory: for each device of the world, peak bytes up to the global norm, and after it.
     """
 
     program: Program
     schedule: str
+    spare: int
     timeline: Timeline
     memory: tuple[tuple[float, float], ...]
 
@@ -51,7 +53,7 @@ class Made:
     def prediction(self) -> Prediction:
         """As decisions compare it."""
         size = tuple(map(max, self.memory))
-        return Prediction(self.seconds, size, self.timeline, self.schedule)
+        return Prediction(self.seconds, size, self.timeline, self.schedule, self.spare)
 
     @property
     def peak(self) -> float:
@@ -86,16 +88,19 @@ class Maker:
         return found
 
     def _keep(self, plan: Plan, batch: Batch, forward_only: bool) -> Made:
-        less = 0.0
+        # A plan that names its schedule has been decided, with what it leaves free.
+        spare = plan.spare
+        if not plan.schedule:
+            spare = math.ceil(self.costs.whole_budget - self.costs.budget)
         for attempt in range(_ATTEMPTS):
-            placed = place_plan(self.costs, plan, batch, less=less, forward_only=forward_only)
+            placed = place_plan(self.costs, plan, batch, spare=spare, forward_only=forward_only)
             assert placed is not None  # only a finite stop gives None
-            made = self._finish(placed, batch, None)
+            made = self._finish(placed, batch, None, spare)
             over = made.peak - self.allowed(plan, batch)
             # Activations are placed within a bound; where the program takes more, into less.
             if forward_only or over <= 0 or not placed.placement.problem.split:
                 break
-            less += over * (1 + attempt)
+            spare += math.ceil(over) * (1 + attempt)
         return made
 
     def switch(
@@ -115,23 +120,23 @@ class Maker:
         kept = self.keep(plan, batch)
         placed = Placed(kept.schedule, kept.timeline.placement)
         if moved is not None:
-            migrated = self._migrated(placed, batch, change, moved) if moved else placed
+            migrated = self._migrated(kept, batch, change, moved) if moved else placed
             assert migrated is not None  # only a finite stop gives None
-            return self._finish(migrated, batch, change)
-        made = self._finish(placed, batch, change)
+            return self._finish(migrated, batch, change, kept.spare)
+        made = self._finish(placed, batch, change, kept.spare)
         best = placed.placement.makespan * (1.0 - MIGRATION_GAIN)
         for some in filter(None, _some_to_move(len(batch.tokens))):
-            found = self._migrated(placed, batch, change, some, best)
+            found = self._migrated(kept, batch, change, some, best)
             if found is None or found.placement.makespan >= best:
                 continue
-            trial = self._finish(found, batch, change)
+            trial = self._finish(found, batch, change, kept.spare)
             if trial.peak <= self.allowed(plan, batch):  # both sides take memory
                 best, made = found.placement.makespan, trial
         return made
 
     def _migrated(
         self,
-        placed: Placed,
+        kept: Made,
         batch: Batch,
         change: Transition,
         moved: Collection[int],
@@ -140,12 +145,12 @@ class Maker:
         """The placement in which ``moved`` micro-batches run by the next plan where they can."""
         costs = self.costs
         new_table = route(change.next_plan, op_costs(costs, change.next_plan, batch))
-        old_table = placed.placement.problem.route
+        old_table = kept.program.route
         migration = migrate(change, old_table, new_table, moved, costs.layers)
-        plan = replace(migration.plan, schedule=placed.schedule)
+        plan = replace(migration.plan, schedule=kept.schedule, spare=kept.spare)
         return place_plan(costs, plan, batch, table=migration.route, stop=stop)
 
-    def _finish(self, placed: Placed, batch: Batch, change: Transition | None) -> Made:
+    def _finish(self, placed: Placed, batch: Batch, change: Transition | None, spare: int) -> Made:
         costs = self.costs
         forward_only = placed.placement.problem.forward_only
         schedule = finish(
@@ -160,7 +165,7 @@ class Maker:
         validate(program, costs.layers, forward_only=forward_only)
         devices = range(costs.cluster.world_size)
         memory = tuple(self.footprint.device(program, d) for d in devices)
-        return Made(program, placed.schedule, schedule.timeline, memory)
+        return Made(program, placed.schedule, spare, schedule.timeline, memory)
 
 
 def _some_to_move(count: int) -> list[tuple[int, ...]]:

@@ -34,6 +34,7 @@ class PlannerOptions:
         margin: a switch must save at least this part of the iteration's time.
         shard_optimizer: optimizer state is split over the replicas of a stage.
         budget: bytes of a device that training may use; ``None``: what the cluster says.
+        whole_budget: what that was before measured memory made it smaller; ``None``: the same.
         exact_memory: fit the plans that a decision is between by their instruction lists; else by
             the searches' bound.
         bitwise: gradients are summed exactly, which takes 8 more bytes a parameter.
@@ -58,6 +59,7 @@ class PlannerOptions:
     margin: float = 0.02
     shard_optimizer: bool = False
     budget: int | None = None
+    whole_budget: int | None = None
     exact_memory: bool = False
     bitwise: bool = False
     simulations: int = 4

@@ -5,7 +5,8 @@ A plan has a text form, one field a stage, separated by ``|``: ``0:5@0,1 | 5:9@2
 optimisation follows after semicolons, ``; recompute 1-3 ; optimizer 5,6 ; activations 4 ; shard
 0-2``: the units whose activations are recomputed, whose optimizer state lives on the host, whose
 saved activations travel to the host and back, and whose optimizer state is split over the replicas;
-and ``; lean`` for fewer micro-batches in flight. ``; schedule zb-v`` names the order of operations.
+and ``; lean`` for fewer micro-batches in flight. ``; schedule zb-v`` names the order of operations,
+``; spare 1000000`` the bytes of a device that it must leave free.
 """
 
 from __future__ import annotations
@@ -113,11 +114,13 @@ class Plan:
 
     ``o_plan`` and ``schedule`` are part of the plan, but not of its layout: compare ``stages`` for
     that. ``schedule``: name of the policy that orders its operations; empty: as the flags say.
+    ``spare``: bytes of every device's budget into which that must place no activations.
     """
 
     stages: tuple[Stage, ...]
     o_plan: OPlan = OPlan()
     schedule: str = ""
+    spare: int = 0
 
     def __post_init__(self) -> None:
         if not self.stages:
@@ -134,6 +137,8 @@ class Plan:
             expected = stage.stop
         if self.schedule and not _SCHEDULE.fullmatch(self.schedule):
             raise PlanError(f"'{self.schedule}' is no name of a schedule, such as zb-v")
+        if self.spare < 0:
+            raise PlanError(f"a plan cannot leave {self.spare} bytes free")
         for name in _NAMES:
             units = getattr(self.o_plan, name)
             if units and units[-1] >= expected:
@@ -202,6 +207,8 @@ class Plan:
             parts.append(str(self.o_plan))
         if self.schedule:
             parts.append(f"schedule {self.schedule}")
+        if self.spare:
+            parts.append(f"spare {self.spare}")
         return " ; ".join(parts)
 
     @property
@@ -225,17 +232,24 @@ class Plan:
                     " such as 0:5@0,1"
                 )
             stages.append(Stage(int(match[1]), int(match[2]), _numbers(match[3])))
-        fields, schedule = [], ""
+        fields: list[str] = []
+        named: dict[str, str] = {}
         for field in optimisation.split(";"):
-            word, _, name = field.strip().partition(" ")
-            if word != "schedule":
+            word, _, value = field.strip().partition(" ")
+            if word not in ("schedule", "spare"):
                 fields.append(field)
-            elif schedule or not name.strip():
-                raise PlanError(f"'{field.strip()}' in a plan: expected one schedule, such as"
-                                " 'schedule zb-v'")  # fmt: skip
+            elif word in named or not value.strip():
+                raise PlanError(
+                    f"'{field.strip()}' in a plan: expected one schedule, such as 'schedule zb-v',"
+                    " and at most one number of spare bytes"
+                )
             else:
-                schedule = name.strip()
-        return cls(tuple(stages), OPlan.parse(";".join(fields)), schedule)
+                named[word] = value.strip()
+        spare = named.get("spare", "0")
+        if not re.fullmatch(r"\d{1,18}", spare):
+            raise PlanError(f"'spare {spare}' in a plan: expected a number of bytes")
+        o_plan = OPlan.parse(";".join(fields))
+        return cls(tuple(stages), o_plan, named.get("schedule", ""), int(spare))
 
 
 def _numbers(text: str) -> tuple[int, ...]:

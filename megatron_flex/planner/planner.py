@@ -31,6 +31,7 @@ from megatron_flex.planner.simulation import Prediction
 from megatron_flex.planner.squeeze import squeezed
 from megatron_flex.planner.static import static_plan
 from megatron_flex.planner.switching import LiveSwitches, Running
+from megatron_flex.schedule.list_scheduler import policy
 
 LAST_TRIES = 8
 """Plans that are looked at exactly where the bound says that none fits."""
@@ -252,7 +253,8 @@ class Planner:
     def _named(self, plan: Plan, prediction: Prediction) -> Plan:
         if self.options.schedule != AUTO:
             return plan
-        return replace(plan, schedule=prediction.schedule)
+        spare = prediction.spare if policy(prediction.schedule).split else 0
+        return replace(plan, schedule=prediction.schedule, spare=spare)
 
     def fitted(
         self, finder: Finder, candidate: Candidate, running: Plan | None = None

@@ -284,7 +284,8 @@ class Service:
         self._memory_factor = memory_factor
         if memory_factor > 1.0:
             whole = self._cluster.usable_memory if budget is None else budget
-            options = replace(options, budget=int(whole / memory_factor))
+            smaller = int(whole / memory_factor)
+            options = replace(options, budget=smaller, whole_budget=int(whole))
         self.planner = Planner(self._setup.model, self._profile, self._cluster, options)
         self._hbsa = Hbsa(self.planner)
         self._lookahead = Lookahead(self.planner, self._static, self._hbsa)

@@ -38,12 +38,14 @@ class Prediction:
         device_bytes: peak bytes on each device of the world, 0 where it is idle.
         timeline: every operation, reduction and update with its time.
         schedule: the policy that ordered the operations.
+        spare: bytes of the whole budget in which it was to place no activations.
     """
 
     seconds: float
     device_bytes: tuple[float, ...]
     timeline: Timeline
     schedule: str
+    spare: int = 0
 
     @property
     def placement(self) -> Placement:
@@ -157,11 +159,6 @@ def static_bytes(costs: ModelCosts, plan: Plan, batch: Batch) -> list[float]:
     return world
 
 
-def activation_room(costs: ModelCosts, plan: Plan, batch: Batch) -> list[float]:
-    """Bytes of activations that each device of the world may hold; negative: none fit."""
-    return [costs.budget - size for size in static_bytes(costs, plan, batch)]
-
-
 @dataclass(frozen=True)
 class Placed:
     """A plan's operations in their order, and the schedule that ordered them."""
@@ -177,7 +174,7 @@ def place_plan(
     *,
     op: OpCosts | None = None,
     table: Route | None = None,
-    less: float = 0.0,
+    spare: int | None = None,
     tries: int = 2,
     stop: float = math.inf,
     forward_only: bool = False,
@@ -189,7 +186,7 @@ def place_plan(
     Args:
         op: costs of its operations, if they are known.
         table: routing, if it is not the plan's own.
-        less: bytes of activations that must stay free besides what the costs say.
+        spare: bytes of the whole budget that must stay free; by default the plan's own.
         tries: orders that a search looks at.
         stop: seconds that are too long: then the result is ``None``.
     """
@@ -198,7 +195,8 @@ def place_plan(
     if forward_only:
         rule = policy("gpipe")
         return Placed(rule.name, simulate(plan, op, rule, table=table, forward_only=True))
-    room = [max(0.0, size - less) for size in activation_room(costs, plan, batch)]
+    free = costs.whole_budget - (plan.spare if spare is None else spare)
+    room = [max(0.0, free - size) for size in static_bytes(costs, plan, batch)]
     split: Placed | None = None
     if name in (SEARCHED, AUTO):
         choice = search(plan, op, table=table, memory=room, tries=tries, stop=stop)

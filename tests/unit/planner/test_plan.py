@@ -84,3 +84,27 @@ def test_a_plan_with_other_shards_does_not_keep_everything_where_it_is() -> None
     assert plan.keeps(Plan.parse("0:2@0,1 | 2:4@2 ; recompute 1 ; optimizer 2"))
     assert not plan.keeps(Plan.parse("0:2@0,1 | 2:4@2 ; shard 1"))
     assert not plan.keeps(Plan.parse("0:2@0,1 | 2:4@3"))
+
+
+def test_schedule_and_spare_bytes_are_part_of_the_text() -> None:
+    text = "0:5@0,1 | 5:9@2 ; recompute 1-3 ; schedule zb-v ; spare 1200"
+    plan = Plan.parse(text)
+    assert (plan.schedule, plan.spare) == ("zb-v", 1200)
+    assert str(plan) == text
+    assert Plan.parse(str(plan)) == plan
+    assert plan.keeps(Plan.parse("0:5@0,1 | 5:9@2"))
+
+
+@pytest.mark.parametrize(
+    ("end", "words"),
+    [
+        ("schedule", "expected one schedule"),
+        ("schedule zb ; schedule zb", "expected one schedule"),
+        ("schedule Z_B", "'Z_B' is no name of a schedule"),
+        ("spare -3", "expected a number of bytes"),
+        ("spare 1 ; spare 2", "at most one number of spare bytes"),
+    ],
+)
+def test_a_schedule_that_cannot_be_is_refused(end: str, words: str) -> None:
+    with pytest.raises(PlanError, match=words):
+        Plan.parse(f"0:9@0 ; {end}")
