@@ -20,6 +20,9 @@ STARTUP = 120.0
 """Seconds that the first reply may take: the process starts, and nothing trains meanwhile."""
 PATIENCE = 0.05
 """Seconds to wait at an iteration's boundary, at least; or twice what a program took, if more."""
+PATIENCE_FOR_TASKS = 5.0
+"""The same where nothing but programs is asked for: the process is not deciding, but the machine is
+busy, and this worker would be no faster."""
 UNANSWERED = 3
 """A process that owes so many answers is asked nothing more: it would fall further behind."""
 _KEPT = 16
@@ -34,6 +37,7 @@ class Desk:
         self._process: PlannerProcess | None = PlannerProcess(setup)
         self._heard = False  # has the process ever replied?
         self._slowest = 0.0
+        self._stalled = False  # it did not reply in time, and has not since
         self._done: OrderedDict[Task, Done] = OrderedDict()
         self._asked: OrderedDict[Task, None] = OrderedDict()
         self._answers: dict[int, Answer] = {}
@@ -77,15 +81,18 @@ class Desk:
         self._listen(lambda: iteration in self._answers, f"iteration {iteration + 1}")
         return self._answers.pop(iteration, None)
 
-    def package(self, task: Task) -> Package:
+    def package(self, task: Task, *, patient: bool = False) -> Package:
         """The program of a task: the process's, or made here.
+
+        ``patient``: the process has nothing to do but tasks.
 
         Raises :class:`PlanError` where there can be none.
         """
         if not self._heard:
             self.expect(task)
         if task in self._asked:
-            self._listen(lambda: task in self._done, f"'{task.name}'")
+            patience = PATIENCE_FOR_TASKS if patient and self._heard and not self._stalled else None
+            self._listen(lambda: task in self._done, f"'{task.name}'", patience)
         done = self._done.pop(task, None) or self.deputy.done(task)
         self._asked.pop(task, None)
         self._slowest = max(self._slowest, done.seconds)
@@ -112,9 +119,10 @@ class Desk:
                 return
             if reply is None:
                 if self._process is not None and timeout > 0.0:
+                    self._stalled = True
                     self._warn(f"the planner is late for {what}")
                 return
-            self._heard = True
+            self._heard, self._stalled = True, False
             if isinstance(reply, Answer):
                 self._answers = {k: v for k, v in self._answers.items() if k > reply.iteration}
                 self._answers[reply.iteration] = reply

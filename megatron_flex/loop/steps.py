@@ -165,7 +165,9 @@ class _Leader:
     def step(self, iteration: int, current: Choice, *, last: bool) -> tuple[Choice, Package]:
         """The plan after ``iteration``, and the program that leads to it."""
         following = current if last else self.plans.at(iteration + 1)
-        package = self.desk.package(self._task(iteration, current, following))
+        task = self._task(iteration, current, following)
+        patient = self.plans.ahead(iteration + 1) is not None
+        package = self.desk.package(task, patient=patient)
         for later in range(iteration + 1, iteration + 1 + AHEAD):
             before, after = self.plans.ahead(later), self.plans.ahead(later + 1)
             if before is not None and after is not None:
@@ -197,4 +199,4 @@ class _Leader:
         assert source.num_samples is not None, "an evaluation needs a source that ends"
         if first + size < source.num_samples:
             self.desk.expect(task(f"evaluate {first + size}", first + size))
-        return self.desk.package(wanted)
+        return self.desk.package(wanted, patient=True)
