@@ -18,6 +18,7 @@ import json
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -33,9 +34,10 @@ from megatron_flex.data.global_batch import GlobalBatch
 from megatron_flex.data.microbatches import CostCoefficients, cut_by_tokens
 from megatron_flex.data.mock import mixture_lengths
 from megatron_flex.model.config import ModelConfig
+from megatron_flex.planner.budget import budget_advice, smallest_budget
 from megatron_flex.planner.build import Batch
 from megatron_flex.planner.closed_form import closed_form_profile
-from megatron_flex.planner.decision import Decision
+from megatron_flex.planner.decision import Decision, Infeasible
 from megatron_flex.planner.explain import explain
 from megatron_flex.planner.flops import model_work, total_work
 from megatron_flex.planner.hbsa import Hbsa
@@ -129,7 +131,7 @@ def cut(lengths: Sequence[int], budgets: Sequence[int], config: ModelConfig) -> 
 
 def options(args: argparse.Namespace) -> PlannerOptions:
     """The planner's options from flags."""
-    budget = None if args.memory_budget_gb is None else int(args.memory_budget_gb * 1e9)
+    budget = None if args.memory_budget_gb is None else round(args.memory_budget_gb * 1e9)
     return PlannerOptions(
         planner="lookahead" if args.planner == "greedy" else args.planner,
         unit=args.unit,
@@ -177,6 +179,27 @@ def decisions(
     return found
 
 
+def smallest(
+    planner: Planner, ways: Sequence[Sequence[Batch]], current: Plan | None, error: Exception
+) -> str:
+    """What to say of the smallest budget with which all batches fit."""
+    units = planner.units
+
+    def fits(budget: int) -> bool:
+        chosen = replace(planner.options, budget=budget)
+        try:
+            decisions(Planner(units.config, units.profile, units.cluster, chosen), ways, current)
+        except (Infeasible, PlanError):
+            return False
+        return True
+
+    size = smallest_budget(fits, units.budget, getattr(error, "shortfall", 0.0))
+    if size is None:
+        return ""
+    reserved = units.cluster.reserved if planner.options.budget is None else 0
+    return budget_advice(size, "--memory-budget-gb", reserved)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     args = parser().parse_args(argv)
     try:
@@ -189,7 +212,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         current = Plan.parse(args.current) if args.current else None
         if current is not None:
             current.check(config.layers.num_units, cluster.world_size)
-        found = decisions(planner, ways, current)
+        try:
+            found = decisions(planner, ways, current)
+        except (Infeasible, PlanError) as error:
+            raise ValueError(f"{error}{smallest(planner, ways, current, error)}") from error
     except (ClusterError, ProfileError, DataError, PlanError, ValueError, OSError) as error:
         print(f"plan: {error}", file=sys.stderr)
         return 1

@@ -33,6 +33,7 @@ from megatron_flex.data.global_batch import GlobalBatch
 from megatron_flex.data.microbatches import CostCoefficients, cut_by_count, cut_by_tokens
 from megatron_flex.model.config import ModelConfig
 from megatron_flex.planner import frames
+from megatron_flex.planner.budget import budget_advice, smallest_budget
 from megatron_flex.planner.build import Batch
 from megatron_flex.planner.closed_form import closed_form_profile
 from megatron_flex.planner.decision import Decision, Infeasible
@@ -313,7 +314,8 @@ class Service:
         try:
             decision, running = self._decided(question)
         except (Infeasible, PlanError) as error:
-            return Answer(question.iteration, None, self.factor, str(error))
+            problem = f"{error}{self._budget_advice(error, question)}"
+            return Answer(question.iteration, None, self.factor, problem)
         late: tuple[tuple[int, int], ...] = ()
         if running is not None:
             moves = switch(self.planner.units, running, decision.plan).moves
@@ -389,6 +391,28 @@ class Service:
                 if self._memory_factor == 1.0:
                     raise
                 self._plan_with(1.0)  # better over the smaller budget than not at all
+
+    def _budget_advice(self, error: Exception, question: Question) -> str:
+        """The smallest budget with which the batches of ``question`` fit, for the message."""
+        setup = self._setup
+        whole = self._cluster.usable_memory
+
+        def fits(budget: int) -> bool:
+            tried = Service(replace(setup, options=replace(setup.options, budget=budget)))
+            try:
+                for start in range(len(question.window)):
+                    tried._decided(Question(question.iteration, question.window[start:]))
+            except (Infeasible, PlanError):
+                return False
+            return True
+
+        budget = setup.options.budget
+        refused = float(whole if budget is None else budget)
+        size = smallest_budget(fits, refused, getattr(error, "shortfall", 0.0))
+        if size is None:
+            return ""
+        reserved = self._cluster.reserved if budget is None else 0
+        return budget_advice(size, "--flexpipe-memory-budget-gb", reserved)
 
     def _decide(self, window: list[Batch], running: Running | None) -> Decision:
         name = self._setup.options.planner

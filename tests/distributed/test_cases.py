@@ -45,6 +45,10 @@ row   test
 28    end_to_end/test_resume.py: test_checkpoints_without_a_tracker_are_never_taken_for_nothing
 29    end_to_end/test_resume.py:
       test_without_the_optimizer_the_schedule_goes_on_from_its_position
+37    unit/planner/test_service.py:
+      test_a_refusal_names_the_smallest_budget_which_is_accepted; unit/planner/test_explain.py:
+      test_the_smallest_budget_that_would_do_is_named_and_does; test_planned.py:
+      test_a_batch_that_fits_nowhere_is_refused_before_it_runs
 44    end_to_end/test_resume.py: test_a_bfloat16_run_goes_on_from_weights_that_were_loaded_alone
 ====  ==========================================================================================
 """

@@ -147,8 +147,11 @@ def test_a_batch_that_fits_nowhere_is_refused_before_it_runs(
         workers.run(3, runs.train, tuple(flags(data, budget="0.0001")))
     text = str(caught.value)
     assert re.search(r"device \d needs \d+ bytes with recompute and offload", text)
-    assert "--flexpipe-memory-budget-gb" in text
     assert caught.value.kind == "PlanError"
+    budget = re.search(r"would do is \S+ MB \(--flexpipe-memory-budget-gb (\S+)\)", text)
+    assert budget, text
+    run = runs.run(workers, 3, flags(data, "--exit-interval", "1", budget=budget[1]))
+    assert len(run.losses) == 1
 
 
 def disturbed(argv: Sequence[str], number: int) -> runs.Run:

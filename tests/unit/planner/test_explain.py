@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -94,6 +95,23 @@ def test_what_cannot_be_is_one_clear_message(
     error = capsys.readouterr().err
     assert message in error
     assert len(error.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize("planner", ["lookahead", "hbsa", "static"])
+@pytest.mark.parametrize("budget", [[], ["--memory-budget-gb", "2"]])
+def test_the_smallest_budget_that_would_do_is_named_and_does(
+    planner: str, budget: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    size = "3000" if budget else "400000"
+    common = ["--planner", planner, "--cluster", "a100x2", "--model", "bert-24", "--lengths", size]
+    assert main([*common, *budget]) == 1
+    text = capsys.readouterr().err
+    found = re.search(r"would do is (\S+) GB \(--memory-budget-gb (\S+)\)(.*)", text)
+    assert found, text
+    assert found[1] == found[2]
+    assert ("with the reserve" in found[3]) == (not budget)
+    assert main([*common, "--memory-budget-gb", found[2]]) == 0
+    assert main([*common, "--memory-budget-gb", str(0.985 * float(found[2]))]) == 1
 
 
 def test_ablations_are_flags(capsys: pytest.CaptureFixture[str]) -> None:

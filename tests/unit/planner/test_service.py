@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import io
 import os
+import re
 import signal
 import threading
 import time
@@ -197,3 +198,25 @@ def test_a_closed_process_has_ended(process: PlannerProcess) -> None:
     with pytest.raises(ProcessLookupError):
         os.kill(process.pid, 0)
     assert Plan.parse(SETUP.static)
+
+
+@pytest.mark.parametrize("name", ["lookahead", "hbsa", "static"])
+@pytest.mark.parametrize("saving", [False, True])
+def test_a_refusal_names_the_smallest_budget_which_is_accepted(
+    name: PlannerName, saving: bool
+) -> None:
+    def problem(budget: int) -> str:
+        options = PlannerOptions(planner=name, budget=budget, exact_memory=True)
+        if not saving:
+            options = replace(OPTIONS, planner=name, budget=budget, exact_memory=True)
+        return Service(replace(SETUP, options=options)).answer(question).problem
+
+    question = Question(0, (LONG, SHORT))
+    text = problem(1_000_000)
+    found = re.search(r"smallest budget that would do is (\S+) MB \(--\S+-gb (\S+)\)$", text)
+    assert found, text
+    megabytes, gigabytes = map(float, found.groups())
+    assert megabytes == pytest.approx(1e3 * gigabytes)
+    assert not problem(round(1e9 * gigabytes))
+    almost = problem(round(0.985e9 * gigabytes))  # margin and room for messages are in it
+    assert f"that would do is {found[1]} MB" in almost
