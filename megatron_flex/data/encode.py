@@ -68,7 +68,10 @@ class Encoder:
 
     def __init__(self, tokenizer: TextTokenizer, options: EncodeOptions) -> None:
         if options.eod_keys and tokenizer.eod is None:
-            raise DataError("--append-eod: this tokenizer has no end-of-document token")
+            raise DataError(
+                "--append-eod: this tokenizer has no end-of-document token, or several that might"
+                " be it; with HuggingFaceTokenizer, name eos_token in tokenizer_config.json"
+            )
         self._tokenizer, self._options = tokenizer, options
 
     def lines(self, lines: Sequence[RawLine]) -> Encoded:

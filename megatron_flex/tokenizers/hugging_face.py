@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 
+from megatron_flex.tokenizers import special_tokens
 from megatron_flex.tokenizers.base import TokenizerError, existing
 
-# Names under which published tokenizers end a document, most specific first.
-_END_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[EOS]", "[SEP]")
+# Names under which published tokenizers have their special tokens; they count only where the files
+# beside ``tokenizer.json`` name none.
+_USUAL = {
+    "eos_token": ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[EOS]"),
+    "pad_token": ("<pad>", "[PAD]"),
+    "cls_token": ("[CLS]", "<cls>", "<CLS>"),
+    "sep_token": ("[SEP]", "<sep>", "<SEP>"),
+    "mask_token": ("[MASK]", "<mask>", "<MASK>"),
+}
 
 
 class _LibraryTokenizer:
@@ -49,8 +55,12 @@ class _LibraryTokenizer:
 class HuggingFaceTokenizer(_LibraryTokenizer):
     """``HuggingFaceTokenizer``: a ``tokenizer.json``, or a directory that holds one.
 
-    Special tokens are those that ``tokenizer_config.json`` or ``special_tokens_map.json`` beside it
-    name, and else the usual names, if the vocabulary has them.
+    The vocabulary is that of ``tokenizer.json`` and of ``added_tokens_decoder`` in
+    ``tokenizer_config.json``. Special tokens are those that ``tokenizer_config.json`` or
+    ``special_tokens_map.json`` beside it name; where they say nothing, the one of the usual names
+    that the vocabulary has (none, if it has several). Truncation, padding, dropout and
+    templates that ``tokenizer.json`` stores are switched off: a text is encoded whole, always
+    alike, and nothing is put around it.
     """
 
     def __init__(self, path: str | None) -> None:
@@ -65,20 +75,23 @@ class HuggingFaceTokenizer(_LibraryTokenizer):
                 f"--tokenizer-model {file} is not a tokenizer.json of the tokenizers library:"
                 f" {error}"
             ) from error
+        _switch_off_state(tokenizer)
+        special = special_tokens.read(file.parent)
+        special.add_to(tokenizer)
         super().__init__(tokenizer)
-        named = {}
-        for name in ("special_tokens_map.json", "tokenizer_config.json"):
-            named.update(_special_names(file.parent / name))
-        self.eod = self._id(named.get("eos_token"), *_END_NAMES)
-        self.pad = self._id(named.get("pad_token"), "<pad>", "[PAD]")
-        self.cls = self._id(named.get("cls_token"), "[CLS]", "<cls>", "<CLS>")
-        self.sep = self._id(named.get("sep_token"), "[SEP]", "<sep>", "<SEP>")
-        self.mask = self._id(named.get("mask_token"), "[MASK]", "<mask>", "<MASK>")
+        self.eod, self.pad, self.cls, self.sep, self.mask = (
+            special.id_of(tokenizer, key, usual) for key, usual in _USUAL.items()
+        )
         self.continuation = _continuation(tokenizer, self.vocab_size)
 
-    def _id(self, *names: str | None) -> int | None:
-        found = (self._tokenizer.token_to_id(name) for name in names if name)
-        return next((i for i in found if i is not None), None)
+
+def _switch_off_state(tokenizer: tokenizers.Tokenizer) -> None:
+    """Leave vocabulary and rules; what else a file stores belongs to one use of it."""
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    tokenizer.post_processor = None  # puts tokens around a text, or the text twice
+    if isinstance(tokenizer.model, models.BPE):
+        tokenizer.model.dropout = None  # merges left out at random
 
 
 class GPT2BPETokenizer(_LibraryTokenizer):
@@ -149,18 +162,3 @@ def _continuation(tokenizer: tokenizers.Tokenizer, size: int) -> npt.NDArray[np.
     ids = [i for token, i in tokenizer.get_vocab().items() if token.startswith("##")]
     result[ids] = True
     return result
-
-
-def _special_names(path: Path) -> dict[str, str]:
-    """The ``*_token`` entries of one of Hugging Face's JSON files; empty when it is not there."""
-    if not path.is_file():
-        return {}
-    try:
-        content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        return {
-            key: value if isinstance(value, str) else value["content"]
-            for key, value in content.items()
-            if key.endswith("_token") and isinstance(value, (str, dict))
-        }
-    except (ValueError, KeyError, AttributeError, OSError) as error:
-        raise TokenizerError(f"{path} cannot be read: {error!r}") from error
