@@ -12,6 +12,9 @@ from megatron_flex.data.samples import Overlong, Row, Selection, select
 class GptSamples:
     """Documents ``[start, stop)`` as samples: inputs are ``t[:-1]``, labels ``t[1:]``.
 
+    With ``Overlong.SPLIT`` a document is as many samples as it needs, each with the next
+    ``max_length`` inputs: every token is an input once and, but for the first, a label once.
+
     Args:
         documents: where tokens and lengths come from.
         start: first document of the split.
@@ -35,9 +38,11 @@ class GptSamples:
         overlong: Overlong = Overlong.TRUNCATE,
     ) -> None:
         self._documents = documents
-        self._limit = np.iinfo(np.int64).max if max_length is None else max_length
+        self._limit = int(np.iinfo(np.int64).max) if max_length is None else max_length
         stop = documents.num_documents if stop is None else stop
-        self._selection = select(documents.name, start, stop, self._measure, max_length, overlong)
+        self._selection = select(
+            documents.name, start, stop, self._measure, max_length, overlong, divisible=True
+        )
 
     @property
     def selection(self) -> Selection:
@@ -46,7 +51,8 @@ class GptSamples:
 
     def lengths(self, index: IntArray) -> IntArray:
         """Input tokens of each sample, ``[n]`` int64."""
-        return self._measure(self._selection.documents(index))[1]
+        lengths, _ = self._measure(self._selection.documents(index))
+        return np.minimum(lengths - self._selection.parts(index) * self._limit, self._limit)
 
     def loss_tokens(self, index: IntArray) -> IntArray:
         """Targets of each sample, ``[n, 1]`` int64: every input token has one."""
@@ -56,7 +62,10 @@ class GptSamples:
         self, index: int, number: int, start: int, stop: int, *, inputs: bool, targets: bool
     ) -> Row:
         """Tokens ``[start, stop)`` of a sample and their targets (``number`` plays no part)."""
-        document = int(self._selection.documents(np.array([index]))[0])
+        where = np.array([index])
+        document = int(self._selection.documents(where)[0])
+        begin = int(self._selection.parts(where)[0]) * self._limit
+        start, stop = start + begin, stop + begin
         if not targets:
             return Row(tokens=self._documents.read(document, start, stop) if inputs else None)
         tokens = self._documents.read(document, start, stop + 1)

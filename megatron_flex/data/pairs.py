@@ -46,7 +46,9 @@ class PairSamples:
         self._cut = overlong is Overlong.TRUNCATE
         stop = prompts.num_documents if stop is None else stop
         name = f"{prompts.name} + {completions.name}"
-        self._selection = select(name, start, stop, self._measure, max_length, overlong)
+        self._selection = select(
+            name, start, stop, self._measure, max_length, overlong, may_lose_targets=self._cut
+        )
 
     @property
     def selection(self) -> Selection:

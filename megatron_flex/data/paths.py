@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -39,23 +40,38 @@ def parse_blend(words: Sequence[str], flag: str = "--data-path") -> Blend:
     if not words:
         raise DataError(f"{flag} needs at least one data set prefix")
     if len(words) % 2 == 0:
-        weights = [_number(word) for word in words[::2]]
-        numbers = [w for w in weights if w is not None]
-        if len(numbers) == len(weights):
-            if min(numbers) < 0 or sum(numbers) <= 0:
-                raise DataError(f"{flag}: weights must not be negative, and not all zero")
-            pairs = [(w, p.strip()) for w, p in zip(numbers, words[1::2], strict=True) if w > 0]
+        numbers = [_is_number(word) for word in words[::2]]
+        if all(numbers):
+            weights = [_proportion(word, f"{flag}: weight") for word in words[::2]]
+            if not 0 < sum(weights) < math.inf:
+                raise DataError(f"{flag}: the sum of the weights must be finite and above zero")
+            pairs = [(w, p.strip()) for w, p in zip(weights, words[1::2], strict=True) if w > 0]
             return Blend(tuple(p for _, p in pairs), tuple(w for w, _ in pairs))
-        if numbers:
-            raise DataError(f"{flag}: either each prefix has a weight before it, or none has")
+        if any(numbers):
+            wrong = words[2 * numbers.index(False)]
+            raise DataError(
+                f"{flag}: either each prefix has a weight before it, or none has; '{wrong}' is no"
+                " weight"
+            )
     return Blend(tuple(word.strip() for word in words))
 
 
-def _number(word: str) -> float | None:
-    try:
-        return float(word)
-    except ValueError:
-        return None
+_NUMBER = re.compile(
+    r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)(e[+-]?[0-9]+)?|[+-]?nan|[+-]?inf(inity)?", re.IGNORECASE
+)
+
+
+def _is_number(word: str) -> bool:
+    """Whether a word is a number as a whole; also one that cannot be a weight."""
+    return _NUMBER.fullmatch(word.strip()) is not None
+
+
+def _proportion(word: str, what: str) -> float:
+    """A field that is a finite number, not negative; ``what`` names it in the error."""
+    value = float(word) if _is_number(word) else math.nan
+    if not (math.isfinite(value) and value >= 0):
+        raise DataError(f"{what} '{word.strip()}' is not a finite number that is 0 or more")
+    return value
 
 
 def split_bounds(split: str, count: int) -> tuple[tuple[int, int], ...]:
@@ -63,11 +79,16 @@ def split_bounds(split: str, count: int) -> tuple[tuple[int, int], ...]:
 
     As megatron-core (``parse_and_normalize_split``): up to three proportions of any scale, in
     order, borders rounded to the nearest document. ``split_bounds("98,2,0", 1000)`` is
-    ``((0, 980), (980, 1000), (1000, 1000))``.
+    ``((0, 980), (980, 1000), (1000, 1000))``. Other than there, a field is read whole or refused.
+
+    Raises:
+        DataError: a field is not a finite number that is 0 or more, or there are too many.
     """
-    shares = [float(word) for word in re.findall(r"[.0-9]+", split) if word.strip(".")]
-    if not 1 <= len(shares) <= 3 or sum(shares) <= 0 or "-" in split:
-        raise DataError(f"--split takes up to three proportions such as 969,30,1, not '{split}'")
+    shares = [_proportion(word, f"--split {split}: field") for word in split.split(",")]
+    if len(shares) > 3 or not 0 < sum(shares) < math.inf:
+        raise DataError(
+            f"--split takes up to three proportions such as 969,30,1, not all zero; not '{split}'"
+        )
     shares += [0.0] * (3 - len(shares))
     total = sum(shares)
     borders = [0]
@@ -82,11 +103,12 @@ def read_data_args(path: str) -> tuple[str, ...]:
     """The words of ``--data-args-path``: a file with what ``--data-path`` would say.
 
     Raises:
-        DataError: the file cannot be read or is empty.
+        DataError: the file cannot be read, is empty, or has a weight that is none.
     """
     words = tuple(_text(path, "--data-args-path").split())
     if not words:
         raise DataError(f"--data-args-path {path} is empty: write data set prefixes into it")
+    parse_blend(words, f"--data-args-path {path}")
     return words
 
 
@@ -113,6 +135,8 @@ def read_per_split_data_args(path: str) -> dict[str, tuple[str, ...]]:
     for split in ("train", "valid", "test"):
         value = content.get(split) or ()
         result[split] = tuple(value.split() if isinstance(value, str) else map(str, value))
+        if result[split]:
+            parse_blend(result[split], f"{flag} {path}, {split}")
     return result
 
 

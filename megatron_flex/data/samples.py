@@ -14,12 +14,14 @@ from megatron_flex.data.errors import DataError
 from megatron_flex.data.keyed import IntArray
 
 _PIECE = 1 << 22  # documents looked at a time: bounds scratch memory
+_WORTH_A_WARNING = 0.01  # share of tokens lost
 
 
 class Overlong(str, Enum):
     """What to do with a sample longer than ``--max-sample-length``."""
 
     TRUNCATE = "truncate"
+    SPLIT = "split"
     DROP = "drop"
     ERROR = "error"
 
@@ -66,7 +68,10 @@ class Counts:
     """What became of the documents of a set.
 
     ``no_target`` were too short to give a target (or have one sentence only where two are needed).
-    ``cut_tokens`` is the number of tokens that truncation removed.
+    ``cut_tokens`` is the number of tokens that truncation removed, ``dropped_tokens`` that of the
+    documents that were dropped or whose targets all lie beyond the limit, ``tokens`` that of all
+    documents, before either, without those too short for a target.
+    ``divided`` documents became several samples each.
     """
 
     documents: int
@@ -75,6 +80,28 @@ class Counts:
     truncated: int
     cut_tokens: int
     dropped: int
+    dropped_tokens: int = 0
+    divided: int = 0
+    tokens: int = 0
+
+    @property
+    def lost(self) -> float:
+        """Share of the tokens that no sample has."""
+        return (self.cut_tokens + self.dropped_tokens) / max(1, self.tokens)
+
+    def warning(self, max_length: int, *, divisible: bool) -> str | None:
+        """A sentence if ``--max-sample-length`` costs 1 % of the tokens or more.
+
+        ``divisible``: whether ``--overlong split`` is possible with these samples.
+        """
+        if self.lost < _WORTH_A_WARNING:
+            return None
+        lost = self.cut_tokens + self.dropped_tokens
+        advice = ", or make several samples of a document with --overlong split"
+        return (
+            f"{100 * self.lost:.1f} % of the tokens ({lost} of {self.tokens}) are left out because"
+            f" of --max-sample-length {max_length}: raise it{advice if divisible else ''}"
+        )
 
     def __str__(self) -> str:
         parts = [f"{self.samples} samples of {self.documents} documents"]
@@ -84,16 +111,25 @@ class Counts:
             parts.append(f"{self.truncated} truncated by {self.cut_tokens} tokens in all")
         if self.dropped:
             parts.append(f"{self.dropped} dropped as too long")
+        if self.lost:
+            parts.append(f"{100 * self.lost:.2g} % of the tokens lost")
+        if self.divided:
+            parts.append(f"{self.divided} divided into several")
         return ", ".join(parts)
 
 
 @dataclass(frozen=True, eq=False)
 class Selection:
-    """The usable documents of ``[start, stop)``; ``kept`` is ``None`` when all of them are."""
+    """The usable documents of ``[start, stop)``; ``kept`` is ``None`` when all of them are.
+
+    Where long documents are divided, ``ends`` has for each document of ``[start, stop)`` the
+    number of samples up to its own last, and ``kept`` plays no part.
+    """
 
     start: int
     kept: npt.NDArray[np.integer] | None
     counts: Counts
+    ends: IntArray | None = None
 
     @property
     def size(self) -> int:
@@ -102,9 +138,18 @@ class Selection:
 
     def documents(self, index: IntArray) -> IntArray:
         """Document number of each sample index, ``[n]`` int64."""
+        if self.ends is not None:
+            return np.searchsorted(self.ends, index, side="right") + self.start
         if self.kept is None:
             return index + self.start
         return self.kept[index].astype(np.int64) + self.start
+
+    def parts(self, index: IntArray) -> IntArray:
+        """Which part of its document each sample is, from 0, ``[n]`` int64."""
+        if self.ends is None:
+            return np.zeros_like(index)
+        document = np.searchsorted(self.ends, index, side="right")
+        return index - np.where(document > 0, self.ends[document - 1], 0)
 
 
 def select(
@@ -114,6 +159,9 @@ def select(
     measure: Callable[[IntArray], tuple[IntArray, IntArray]],
     max_length: int | None,
     overlong: Overlong,
+    *,
+    divisible: bool = False,
+    may_lose_targets: bool = False,
 ) -> Selection:
     """Find the documents of ``[start, stop)`` that can be samples.
 
@@ -123,12 +171,18 @@ def select(
             the sample as it would be used (cut to ``max_length``); no target, no sample.
         max_length: most input tokens of a sample; ``None`` for no limit.
         overlong: what to do with longer ones.
+        divisible: whether a document can be several samples (every input token has a target).
+        may_lose_targets: whether a sample can have targets that all lie beyond ``max_length``.
 
     Raises:
         DataError: a sample is too long and ``overlong`` is ``error``, or none is left.
     """
+    if overlong is Overlong.SPLIT and not divisible:
+        raise DataError(f"data set '{name}': --overlong split is for text that GPT learns")
     usable = np.empty(stop - start, dtype=bool)
-    no_target = truncated = cut = dropped = 0
+    divide = overlong is Overlong.SPLIT and max_length is not None
+    samples = np.empty(stop - start if divide else 0, dtype=np.int64)
+    no_target = truncated = cut = dropped = dropped_tokens = divided = tokens = 0
     for first in range(start, stop, _PIECE):
         numbers = np.arange(first, min(first + _PIECE, stop), dtype=np.int64)
         lengths, targets = measure(numbers)
@@ -139,24 +193,38 @@ def select(
             raise DataError(
                 f"data set '{name}': document {int(numbers[worst])} has {int(lengths[worst])} input"
                 f" tokens, more than --max-sample-length {max_length}; raise it, or choose"
-                " --overlong truncate or --overlong drop"
+                " --overlong truncate, split or drop"
             )
         no_target += int(np.count_nonzero(~useful))
-        if overlong is Overlong.DROP:
+        tokens += int(lengths[useful].sum())
+        if may_lose_targets and max_length is not None:
+            lost = int(lengths[~useful & (lengths > max_length)].sum())
+            tokens, dropped_tokens = tokens + lost, dropped_tokens + lost
+        if divide:
+            assert max_length is not None
+            divided += int(np.count_nonzero(over))
+            pieces = np.where(useful, -(-lengths // max_length), 0)
+            samples[first - start : first - start + len(numbers)] = pieces
+        elif overlong is Overlong.DROP:
             dropped += int(np.count_nonzero(over))
+            dropped_tokens += int(lengths[over].sum())
             useful &= ~over
         elif max_length is not None:
             truncated += int(np.count_nonzero(over))
             cut += int((lengths[over] - max_length).sum())
         usable[first - start : first - start + len(numbers)] = useful
-    size = int(np.count_nonzero(usable))
-    counts = Counts(stop - start, size, no_target, truncated, cut, dropped)
+    size = int(samples.sum() if divide else np.count_nonzero(usable))
+    counts = Counts(
+        stop - start, size, no_target, truncated, cut, dropped, dropped_tokens, divided, tokens
+    )
     if size == 0:
         raise DataError(
             f"data set '{name}': none of its {stop - start} documents can be a sample ({no_target}"
             f" without a target, {dropped} longer than --max-sample-length {max_length}); check"
             " --split, --max-sample-length and the data"
         )
+    if divide:
+        return Selection(start, None, counts, np.cumsum(samples))
     kept: npt.NDArray[np.integer] | None = None
     if size < stop - start:
         kept = np.flatnonzero(usable)

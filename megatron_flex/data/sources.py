@@ -135,6 +135,23 @@ class DataSets:
             order = BlendOrder(sizes, blend.weights, seed)
         return BatchSource(present, order)
 
+    def nothing_for(self, split: Split, why: str) -> DataError:
+        """The error where :meth:`source` has nothing for a split that is needed.
+
+        Args:
+            split: which.
+            why: what needs it, the beginning of a sentence.
+        """
+        name, blends = split.name.lower(), self._blends
+        if isinstance(blends, tuple):
+            return DataError(f"{why}, but no data path is given for {name}: give one, or remove it")
+        prefixes = blends.prefixes if blends is not None else ("",)
+        count = sum(self._of_prefix(prefix)[0].num_documents for prefix in prefixes)
+        return DataError(
+            f"{why}, but --split {self._split} leaves none of the {count} documents for {name}:"
+            " raise that share"
+        )
+
     @property
     def _split(self) -> str:
         return LEGACY_SPLIT if self._config.split is None else self._config.split
@@ -149,11 +166,16 @@ class DataSets:
             )
         return self._open[prefix]
 
-    def _samples(self, prefix: str, split: Split | None) -> Samples | None:
+    def _of_prefix(self, prefix: str) -> list[Documents]:
+        """The documents of a prefix; for pairs, those of prompt and completion."""
         config = self._config
         pair = config.sample_format == "pair" and not config.mock_data
         names = [f"{prefix}_{key}_document" for key in config.pair_keys] if pair else [prefix]
-        documents = [self._documents(name) for name in names]
+        return [self._documents(name) for name in names]
+
+    def _samples(self, prefix: str, split: Split | None) -> Samples | None:
+        config = self._config
+        documents = self._of_prefix(prefix)
         count = documents[0].num_documents
         start, stop = (0, count) if split is None else split_bounds(self._split, count)[split]
         if start == stop:
@@ -166,7 +188,7 @@ class DataSets:
                 mask_prob=config.mask_prob, start=start, stop=stop,
                 max_length=limits[0], overlong=limits[1],
             )  # fmt: skip
-        if pair:
+        if len(documents) == 2:
             return PairSamples(
                 documents[0], documents[1], start, stop, max_length=limits[0], overlong=limits[1]
             )

@@ -54,14 +54,11 @@ def assemble(config: Config) -> Parts:
     if not config.evaluation.skip_train:
         train = sets.source(Split.TRAIN)
         if train is None:
-            raise DataError("no document is left for training: change --split or the data paths")
-    return Parts(
-        model,
-        plan_of(config, model),
-        train,
-        sets.source(Split.VALID, repeat=False),
-        sets.source(Split.TEST, repeat=False),
-    )
+            raise sets.nothing_for(Split.TRAIN, "training needs documents")
+    valid = sets.source(Split.VALID, repeat=False)
+    if valid is None and config.evaluation.eval_interval is not None:
+        raise sets.nothing_for(Split.VALID, "--eval-interval needs validation data")
+    return Parts(model, plan_of(config, model), train, valid, sets.source(Split.TEST, repeat=False))
 
 
 def _data_config(config: Config, model: ModelConfig, tokenizer: Tokenizer) -> DataConfig:

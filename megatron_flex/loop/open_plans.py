@@ -28,7 +28,7 @@ def open_plans(
     path = config.flexpipe.flexpipe_plans
     if path is None:
         return ScriptedPlans([Choice(parts.plan)])
-    choices = read_plans(path, model.layers.num_units, config.world_size)
+    choices = read_plans(path, model.layers, config.world_size)
     if config.parallel.use_distributed_optimizer:
         choices = [replace(c, plan=c.plan.sharded()) for c in choices]
     return ScriptedPlans(choices)

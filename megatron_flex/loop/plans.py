@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from megatron_flex.model.layers import LayerList
 from megatron_flex.planner.plan import Plan, PlanError
+from megatron_flex.schedule.slabs import slab_holders
 
 
 @dataclass(frozen=True)
@@ -80,10 +82,10 @@ class ScriptedPlans:
         """Nobody plans."""
 
 
-_LATE = re.compile(r"(\d+)@(\d+)")
+_LATE = re.compile(r"([0-9]+)@([0-9]+)")
 
 
-def read_plans(path: str, num_units: int, num_devices: int) -> list[Choice]:
+def read_plans(path: str, layers: LayerList, num_devices: int) -> list[Choice]:
     """The plans of a ``--flexpipe-plans`` file; raises ``PlanError`` naming the line.
 
     A line is a plan, then, after ``~``, the slabs (as SLAB@WORKER) that are handed over after the
@@ -101,17 +103,44 @@ def read_plans(path: str, num_units: int, num_devices: int) -> list[Choice]:
         words, _, late = words.partition("~")
         try:
             plan = Plan.parse(words)
-            plan.check(num_units, num_devices)
-            pairs = [_LATE.fullmatch(pair.strip()) for pair in late.split(",") if pair.strip()]
-            if None in pairs:
-                raise PlanError(f"'{late.strip()}': expected SLAB@WORKER, such as 3@1,4@2")
+            plan.check(layers.num_units, num_devices)
+            handed_over = _handed_over(late, plan, layers, num_devices)
         except PlanError as error:
             raise PlanError(f"--flexpipe-plans {path}, line {number}: {error}") from None
-        handed_over = frozenset((int(p[1]), int(p[2])) for p in pairs if p is not None)
         plans.append(Choice(plan, reason="scripted", late=handed_over))
     if not plans:
         raise PlanError(f"--flexpipe-plans {path} has no plans")
     return plans
+
+
+def _handed_over(
+    text: str, plan: Plan, layers: LayerList, num_devices: int
+) -> frozenset[tuple[int, int]]:
+    """The (slab, device) pairs after ``~``; raises ``PlanError`` for one that cannot be."""
+    holders = slab_holders(plan, layers)
+    pairs = [_LATE.fullmatch(word.strip()) for word in text.split(",") if word.strip()]
+    if None in pairs:
+        raise PlanError(f"'{text.strip()}': expected SLAB@WORKER, such as 3@1,4@2")
+    result = set()
+    for match in filter(None, pairs):
+        word, slab, device = match[0], int(match[1]), int(match[2])
+        if slab >= len(holders):
+            raise PlanError(
+                f"'{word}' names slab {slab}, but the model has {len(holders)}"
+                f" (0 to {len(holders) - 1})"
+            )
+        if device >= num_devices:
+            raise PlanError(
+                f"'{word}' names worker {device}, but there are {num_devices}"
+                f" (0 to {num_devices - 1})"
+            )
+        if device not in holders[slab]:
+            raise PlanError(
+                f"'{word}' hands slab {slab} to worker {device}, which does not hold it under this"
+                f" plan (held by {', '.join(map(str, holders[slab]))})"
+            )
+        result.add((slab, device))
+    return frozenset(result)
 
 
 class Recording:

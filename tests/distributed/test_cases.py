@@ -38,6 +38,14 @@ row   test
       test_a_slow_disk_and_a_short_interval_name_complete_checkpoints_only
 23    test_padded_rows_of_the_vocabulary_never_change; unit/checkpoint/test_save_load.py:
       test_rows_that_pad_the_vocabulary_stay_out_of_the_checksum
+24    unit/tokenizers/test_hugging_face.py:
+      test_stored_truncation_and_padding_are_not_obeyed; test_a_stored_template_is_not_obeyed;
+      test_stored_dropout_is_not_obeyed
+25    unit/tokenizers/test_hugging_face.py:
+      test_an_end_token_that_only_the_configuration_knows_has_its_id;
+      test_every_special_token_is_taken_from_the_decoder_or_is_an_error;
+      test_a_decoder_that_contradicts_the_vocabulary_is_refused;
+      test_of_several_usual_names_none_is_taken
 26    end_to_end/test_resume.py:
       test_a_run_whose_weights_are_lost_ends_and_keeps_its_good_checkpoints;
       unit/loop/test_checkpointing.py: test_a_state_that_is_not_finite_is_not_saved;
@@ -45,10 +53,17 @@ row   test
 28    end_to_end/test_resume.py: test_checkpoints_without_a_tracker_are_never_taken_for_nothing
 29    end_to_end/test_resume.py:
       test_without_the_optimizer_the_schedule_goes_on_from_its_position
+30    unit/data/test_paths.py: test_a_field_of_a_split_is_read_whole;
+      test_a_list_that_means_nothing_is_refused; test_words_of_a_file_are_read_whole
+31    unit/loop/test_assemble.py:
+      test_a_split_that_rounds_to_no_validation_document_is_an_error
 37    unit/planner/test_service.py:
       test_a_refusal_names_the_smallest_budget_which_is_accepted; unit/planner/test_explain.py:
       test_the_smallest_budget_that_would_do_is_named_and_does; test_planned.py:
       test_a_batch_that_fits_nowhere_is_refused_before_it_runs
+38    unit/loop/test_plans.py: test_a_bad_script_is_refused_by_line
+40    unit/data/test_gpt.py: test_a_loss_of_one_percent_of_the_tokens_is_worth_a_warning;
+      test_the_parts_of_long_documents_have_every_token_once
 44    end_to_end/test_resume.py: test_a_bfloat16_run_goes_on_from_weights_that_were_loaded_alone
 ====  ==========================================================================================
 """

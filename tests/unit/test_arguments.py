@@ -293,7 +293,7 @@ def _command_lines(draw: st.DrawFn) -> dict[str, str]:
         "lr": repr(draw(st.floats(1e-9, 10.0))),
         "adam_beta2": repr(draw(st.floats(0, 0.999999))),
         "seed": str(draw(st.integers(0, 2**63 - 1))),
-        "overlong": draw(st.sampled_from(["truncate", "drop", "error"])),
+        "overlong": draw(st.sampled_from(["truncate", "split", "drop", "error"])),
         "normalization": draw(st.sampled_from(["LayerNorm", "RMSNorm"])),
         "global_batch_size": str(draw(st.integers(1, 10**6))),
     }

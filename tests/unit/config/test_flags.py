@@ -99,7 +99,7 @@ def test_a_hint_decides_what_a_flag_takes() -> None:
     assert by_field["lr"].takes == "FLOAT"
     assert by_field["data_path"].takes == "STR ..."
     assert by_field["rampup_batch_size"].takes == "INT INT INT"
-    assert by_field["overlong"].takes == "{truncate,drop,error}"
+    assert by_field["overlong"].takes == "{truncate,split,drop,error}"
     assert by_field["timing_log_level"].convert("0") == 0
     assert by_field["swiglu"].takes == ""
     assert by_field["add_bias_linear"].flag == "--disable-bias-linear"

@@ -75,13 +75,61 @@ def test_short_and_long_documents_are_counted(tmp_path: Path) -> None:
     assert (counts.documents, counts.samples, counts.no_target) == (6, 3, 3)
     assert (counts.truncated, counts.cut_tokens, counts.dropped) == (2, 1 + 4, 0)
     assert str(counts) == (
-        "3 samples of 6 documents, 3 skipped without a target, 2 truncated by 5 tokens in all"
+        "3 samples of 6 documents, 3 skipped without a target, 2 truncated by 5 tokens in all,"
+        " 36 % of the tokens lost"
     )
     made = samples(tmp_path / "b", lengths, max_length=4, overlong=Overlong.DROP)
     assert made.selection.counts.dropped == 2
     assert made.selection.counts.truncated == 0
     assert made.lengths(np.arange(made.selection.size)).tolist() == [1]
     assert made.read(0, 0, 0, 1, inputs=True, targets=False).tokens == [11]
+
+
+@given(document_lengths, st.integers(1, 12), st.integers(0, 3))
+def test_the_parts_of_long_documents_have_every_token_once(
+    lengths: list[int], limit: int, start: int
+) -> None:
+    start = min(start, lengths.index(max(lengths)))
+    with tempfile.TemporaryDirectory() as directory:
+        made = samples(
+            Path(directory, "d"), lengths, start=start, max_length=limit, overlong=Overlong.SPLIT
+        )
+        expected = [
+            (d[i : i + limit], d[i + 1 : i + 1 + limit])
+            for d in counting(lengths)[start:]
+            for i in range(0, len(d) - 1, limit)
+        ]
+        expected = [(inputs[: len(labels)], labels) for inputs, labels in expected]
+        index = np.arange(made.selection.size)
+        sizes = [len(inputs) for inputs, _ in expected]
+        assert made.lengths(index).tolist() == sizes
+        assert made.loss_tokens(index).tolist() == [[n] for n in sizes]
+        for i, (inputs, labels) in enumerate(expected):
+            row = made.read(i, 0, 0, len(inputs), inputs=True, targets=True)
+            assert row.tokens is not None
+            assert row.labels is not None
+            assert (row.tokens.tolist(), row.labels.tolist()) == (inputs, labels)
+        counts = made.selection.counts
+        assert counts.divided == sum(n - 1 > limit for n in lengths[start:])
+        assert counts.lost == 0
+        assert counts.warning(limit, divisible=True) is None
+
+
+@pytest.mark.parametrize("overlong", [Overlong.TRUNCATE, Overlong.DROP])
+def test_a_loss_of_one_percent_of_the_tokens_is_worth_a_warning(
+    tmp_path: Path, overlong: Overlong
+) -> None:
+    # 30 of 100 tokens are within the limit: 10 of the first, and 20 of the two others.
+    cut = [81, 11, 11] if overlong is Overlong.TRUNCATE else [71, 11, 11, 11]
+    counts = samples(tmp_path / "d", cut, max_length=10, overlong=overlong).selection.counts
+    message = "70.0 % of the tokens (70 of 100) are left out because of --max-sample-length 10:"
+    warning = counts.warning(10, divisible=True)
+    assert warning == f"{message} raise it, or make several samples of a document with" \
+        " --overlong split"  # fmt: skip
+    assert counts.warning(10, divisible=False) == f"{message} raise it"
+    for longest, warned in ((110, False), (112, True)):  # 0.9 % and 1.1 % of the tokens
+        made = samples(tmp_path / str(longest), [*[101] * 9, longest], max_length=100)
+        assert (made.selection.counts.warning(100, divisible=True) is not None) == warned
 
 
 def test_an_overlong_sample_is_an_error_if_asked(tmp_path: Path) -> None:

@@ -28,7 +28,11 @@ def make(directory: Path, pairs: list[tuple[int, int]], **options: object) -> Pa
     )
 
 
-@given(length_pairs, st.none() | st.integers(1, 16), st.sampled_from(Overlong))
+@given(
+    length_pairs,
+    st.none() | st.integers(1, 16),
+    st.sampled_from([o for o in Overlong if o is not Overlong.SPLIT]),
+)
 def test_the_loss_is_on_the_completion_only(
     pairs: list[tuple[int, int]], limit: int | None, overlong: Overlong
 ) -> None:
@@ -85,3 +89,18 @@ def test_prompts_and_completions_must_be_as_many(tmp_path: Path) -> None:
     completions = IndexedDocuments(write_flat(tmp_path / "c", [[1]]))
     with pytest.raises(DataError, match=r"has 2 documents and .* 1"):
         PairSamples(prompts, completions)
+
+
+def test_a_completion_beyond_the_limit_counts_as_lost(tmp_path: Path) -> None:
+    # Inputs are 9, 14 and 1 tokens; of the second pair no target is left, of the first 6 remain.
+    made = make(tmp_path, [(3, 7), (9, 6)], max_length=6)
+    counts = made.selection.counts
+    assert (counts.cut_tokens, counts.dropped_tokens, counts.tokens) == (3, 14, 24)
+    warning = counts.warning(6, divisible=False)
+    assert warning is not None
+    assert warning.startswith("70.8 % of the tokens (17 of 24)")
+
+
+def test_a_pair_is_not_divided(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="--overlong split is for text"):
+        make(tmp_path, [(3, 7)], max_length=4, overlong=Overlong.SPLIT)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from pathlib import Path
 
 import numpy as np
@@ -50,8 +51,13 @@ def test_a_set_of_weight_zero_is_left_out() -> None:
     [
         ([], "at least one"),
         (["0.5", "a", "b", "c"], "either each prefix has a weight"),
-        (["-1", "a", "2", "b"], "must not be negative"),
-        (["0", "a", "0", "b"], "not all zero"),
+        (["0.5", "a", "0,5", "b"], "'0,5' is no weight"),
+        (["-1", "a", "2", "b"], "--data-path: weight '-1' is not a finite number"),
+        (["0.5", "a", "nan", "b"], "--data-path: weight 'nan' is not a finite number"),
+        (["inf", "a", "1", "b"], "--data-path: weight 'inf' is not a finite number"),
+        (["1e999", "a", "1", "b"], "--data-path: weight '1e999' is not a finite number"),
+        (["1e308", "a", "1e308", "b"], "sum of the weights must be finite"),
+        (["0", "a", "0", "b"], "above zero"),
     ],
 )
 def test_a_list_that_means_nothing_is_refused(words: list[str], message: str) -> None:
@@ -77,10 +83,50 @@ def test_splits_are_megatrons(shares: list[int], count: int) -> None:
     assert all(a[1] == b[0] for a, b in itertools.pairwise(bounds))
 
 
-@pytest.mark.parametrize("split", ["", "0,0,0", "1,2,3,4", "-1,2,3", "some"])
+@pytest.mark.parametrize("split", ["0,0,0", "1,2,3,4", "1e308,1e308"])
 def test_a_split_that_means_nothing_is_refused(split: str) -> None:
     with pytest.raises(DataError, match="--split takes up to three proportions"):
         split_bounds(split, 10)
+
+
+@pytest.mark.parametrize(
+    ("split", "field"),
+    [
+        ("90,abc5,5", "abc5"),
+        ("9O,5,5", "9O"),
+        ("nan,1,0", "nan"),
+        ("1,inf", "inf"),
+        ("1e999,1", "1e999"),
+        ("969.30.1", "969.30.1"),
+        ("969 30 1", "969 30 1"),
+        ("1_0,1", "1_0"),
+        ("-1,2,3", "-1"),
+        ("90,,10", ""),
+        ("", ""),
+        ("1e,3", "1e"),
+        ("some", "some"),
+    ],
+)
+def test_a_field_of_a_split_is_read_whole(split: str, field: str) -> None:
+    message = f"--split {split}: field '{field}' is not a finite number"
+    with pytest.raises(DataError, match=re.escape(message)):
+        split_bounds(split, 10)
+
+
+@pytest.mark.parametrize("split", ["1e3,1", "1000,1", " 1000 , 1.0 ,0", "1.e3,1e0,.0"])
+def test_the_same_numbers_are_the_same_split(split: str) -> None:
+    # Megatron reads 1e3 as 1 and 3.
+    assert split_bounds(split, 1001) == ((0, 1000), (1000, 1001), (1001, 1001))
+
+
+def test_words_of_a_file_are_read_whole(tmp_path: Path) -> None:
+    path = tmp_path / "args"
+    path.write_text("0.5 a nan b\n")
+    with pytest.raises(DataError, match=r"--data-args-path .*args: weight 'nan'"):
+        read_data_args(str(path))
+    path.write_text('{"train": "1 a", "valid": ["inf", "b"]}')
+    with pytest.raises(DataError, match=r"--per-split-data-args-path .*args, valid: weight 'inf'"):
+        read_per_split_data_args(str(path))
 
 
 def test_the_default_split_is_as_expected() -> None:

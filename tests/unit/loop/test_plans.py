@@ -5,8 +5,10 @@ from pathlib import Path
 import pytest
 
 from megatron_flex.loop.plans import Choice, Recording, ScriptedPlans, read_plans
+from megatron_flex.model.layers import LayerList
 from megatron_flex.planner.plan import Plan, PlanError
 
+LAYERS = LayerList(3, tied=True)  # 8 units, 9 slabs
 ONE, TWO = Plan.parse("0:8@0"), Plan.parse("0:3@0 | 3:8@1")
 
 
@@ -18,7 +20,7 @@ def write(directory: Path, text: str) -> str:
 
 def test_a_script_has_a_plan_a_line_and_comments(tmp_path: Path) -> None:
     path = write(tmp_path, f"# all on one\n{ONE}\n\n{TWO}  # iteration 2; action 3\n")
-    assert [c.plan for c in read_plans(path, 8, 2)] == [ONE, TWO]
+    assert [c.plan for c in read_plans(path, LAYERS, 2)] == [ONE, TWO]
 
 
 def test_the_last_plan_of_a_script_stays() -> None:
@@ -32,18 +34,22 @@ def test_the_last_plan_of_a_script_stays() -> None:
         ("0:8@0\n0:7@0\n", "line 2: the plan '0:7@0' covers 7 units, the model has 8"),
         ("0:8@5\n", "line 1: .* names device 5, but there are 2"),
         ("0:8@0 ~ 3@1,x\n", "line 1: '3@1,x': expected SLAB@WORKER"),
+        ("0:8@0\n0:4@0 | 4:8@1 ~ 99@1\n", r"line 2: '99@1' names slab 99, .* has 9 \(0 to 8\)"),
+        ("0:4@0 | 4:8@1 ~ 4@1,9@1\n", "line 1: '9@1' names slab 9, but the model has 9"),
+        ("0:4@0 | 4:8@1 ~ 4@1, 3@9\n", r"line 1: '3@9' names worker 9, .* are 2 \(0 to 1\)"),
+        ("0:4@0 | 4:8@1 ~ 3@1\n", "line 1: '3@1' hands slab 3 to worker 1, which does not hold it"),
         ("nonsense\n", "line 1: stage 0 of the plan is 'nonsense'"),
         ("# nothing\n", "has no plans"),
     ],
 )
 def test_a_bad_script_is_refused_by_line(tmp_path: Path, text: str, message: str) -> None:
     with pytest.raises(PlanError, match=message):
-        read_plans(write(tmp_path, text), 8, 2)
+        read_plans(write(tmp_path, text), LAYERS, 2)
 
 
 def test_a_missing_script_is_named() -> None:
     with pytest.raises(PlanError, match=r"--flexpipe-plans nowhere\.txt cannot be read"):
-        read_plans("nowhere.txt", 8, 2)
+        read_plans("nowhere.txt", LAYERS, 2)
 
 
 def test_a_recording_can_be_replayed(tmp_path: Path) -> None:
@@ -51,7 +57,7 @@ def test_a_recording_can_be_replayed(tmp_path: Path) -> None:
     recording = Recording(str(path), 0)
     recording.add(0, Choice(ONE, "①", "A: it\nfits"))
     recording.add(1, Choice(TWO))
-    assert [c.plan for c in read_plans(str(path), 8, 2)] == [ONE, TWO]
+    assert [c.plan for c in read_plans(str(path), LAYERS, 2)] == [ONE, TWO]
     assert path.read_text().splitlines()[0] == "0:8@0  # iteration 1; action ①; A: it fits"
 
 
@@ -60,7 +66,7 @@ def test_a_recording_that_begins_late_has_its_plans_in_their_lines(tmp_path: Pat
     recording = Recording(str(path), 2)
     recording.add(2, Choice(TWO, "①"))
     recording.add(3, Choice(ONE))
-    plans = ScriptedPlans(read_plans(str(path), 8, 2))
+    plans = ScriptedPlans(read_plans(str(path), LAYERS, 2))
     assert [plans.at(i).plan for i in range(4)] == [TWO, TWO, TWO, ONE]
     assert path.read_text().splitlines()[1] == f"{TWO}  # iteration 2; not recorded"
 
@@ -69,7 +75,7 @@ def test_a_recording_says_what_is_handed_over_after_the_update(tmp_path: Path) -
     path = tmp_path / "record.txt"
     late = frozenset({(3, 1), (8, 0)})
     Recording(str(path), 0).add(0, Choice(TWO, "③", "it is longer", late=late))
-    (choice,) = read_plans(str(path), 8, 2)
+    (choice,) = read_plans(str(path), LAYERS, 2)
     assert (choice.plan, choice.late) == (TWO, late)
 
 
@@ -80,4 +86,4 @@ def test_a_resumed_recording_replaces_what_is_repeated(tmp_path: Path) -> None:
         first.add(iteration, Choice(ONE))
     resumed = Recording(str(path), 1)
     resumed.add(1, Choice(TWO))
-    assert [c.plan for c in read_plans(str(path), 8, 2)] == [ONE, TWO]
+    assert [c.plan for c in read_plans(str(path), LAYERS, 2)] == [ONE, TWO]
