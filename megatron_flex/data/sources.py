@@ -144,7 +144,7 @@ class DataSets:
         """
         name, blends = split.name.lower(), self._blends
         if isinstance(blends, tuple):
-            return DataError(f"{why}, but no data path is given for {name}: give one, or remove it")
+            return DataError(f"{why}, but no data path is given for {name}: give one")
         prefixes = blends.prefixes if blends is not None else ("",)
         count = sum(self._of_prefix(prefix)[0].num_documents for prefix in prefixes)
         return DataError(

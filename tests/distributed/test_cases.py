@@ -63,7 +63,8 @@ row   test
       test_a_batch_that_fits_nowhere_is_refused_before_it_runs
 38    unit/loop/test_plans.py: test_a_bad_script_is_refused_by_line
 40    unit/data/test_gpt.py: test_a_loss_of_one_percent_of_the_tokens_is_worth_a_warning;
-      test_the_parts_of_long_documents_have_every_token_once
+      test_the_parts_of_long_documents_have_every_token_once; unit/loop/test_assemble.py:
+      test_what_is_cut_off_is_said_at_the_start
 44    end_to_end/test_resume.py: test_a_bfloat16_run_goes_on_from_weights_that_were_loaded_alone
 ====  ==========================================================================================
 """

@@ -61,6 +61,8 @@ def test_paths_for_each_split_are_used_whole(tmp_path: Path) -> None:
     assert sorted(tokens_of(sets, Split.TRAIN, 6)) == [d[:-1] for d in counting([3] * 6)]
     assert sorted(tokens_of(sets, Split.VALID, 4)) == [d[:-1] for d in counting([3] * 4, 900)]
     assert sets.source(Split.TEST) is None
+    with pytest.raises(DataError, match="a test, but no data path is given for test"):
+        raise sets.nothing_for(Split.TEST, "somebody wants a test")
 
 
 def test_weights_decide_how_often_a_set_is_drawn(tmp_path: Path) -> None:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-import json
+from datetime import timedelta
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 
 from megatron_flex.arguments import parse
 from megatron_flex.data.errors import DataError
 from megatron_flex.loop.assemble import assemble
+from megatron_flex.runtime.world import World
+from megatron_flex.training import Trainer
 from tests.end_to_end import runs
 from tests.unit.data.files import write_flat
 
@@ -17,7 +21,7 @@ from tests.unit.data.files import write_flat
 def assembled(*words: str) -> int:
     """Documents for validation."""
     parts = assemble(
-        parse([*runs.MODEL, *runs.TRAINING, "--train-iters", "2", *words], world_size=1)
+        parse([*runs.MODEL, *runs.TRAINING, "--train-iters", "9", *words], world_size=1)
     )
     return 0 if parts.valid is None else sum(s.selection.size for s in parts.valid.sets)
 
@@ -44,10 +48,18 @@ def test_a_split_that_rounds_to_no_training_document_is_an_error(tmp_path: Path)
         assembled(*words)
 
 
-def test_a_file_of_paths_without_validation_is_an_error(tmp_path: Path) -> None:
-    path = tmp_path / "paths.json"
-    path.write_text(json.dumps({"train": data(tmp_path, 4), "valid": None}))
-    words = ("--per-split-data-args-path", str(path))
-    assert assembled(*words) == 0
-    with pytest.raises(DataError, match="validation data, but no data path is given for valid"):
-        assembled(*words, "--eval-interval", "1")
+@pytest.mark.parametrize(("length", "warned"), [(200, True), (64, False)])
+def test_what_is_cut_off_is_said_at_the_start(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], length: int, warned: bool
+) -> None:
+    prefix = write_flat(tmp_path / "d", [[1] * (length + 1)] * 8)
+    words = [*runs.MODEL, *runs.TRAINING, "--train-iters", "9", "--data-path", prefix]
+    config = parse([*words, "--split", "1"], world_size=1)
+    world = World.create(torch.device("cpu"), timedelta(seconds=10))
+    Trainer(config, world, assemble(config)).steps.close()
+    said = "warning: train data: 68.0 % of the tokens (1088 of 1600) are left out because of"
+    assert (said in capsys.readouterr().out) == warned
+    config = parse([*words, "--split", "1", "--overlong", "split"], world_size=1)
+    source = assemble(config).train
+    assert source is not None
+    assert source.sets[0].lengths(np.arange(4)).tolist() == ([64] * 3 + [8] if warned else [64] * 4)
