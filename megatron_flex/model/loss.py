@@ -50,20 +50,19 @@ class _CrossEntropy(torch.autograd.Function):
     def forward(ctx, logits, labels):  # type: ignore[no-untyped-def]
         normalizer = log_normalizers(logits)
         ctx.save_for_backward(logits, labels, normalizer)
-        ctx.done = None
+        ctx.done = False
         return normalizer - logits.gather(1, labels[:, None]).squeeze(1)
 
     @staticmethod
     def backward(ctx, grad):  # type: ignore[no-untyped-def]
         logits, labels, normalizer = ctx.saved_tensors
-        # A split backward may pass here twice, with the same gradient. Nothing but the saved tensor
-        # holds the buffer, so that it goes as soon as the output layer is done with it.
+        if ctx.done:
+            raise RuntimeError("a loss has one backward: it turns the logits into their gradient")
+        ctx.done = True
+        # Nothing but the saved tensor holds the buffer, so that it goes as soon as the output layer
+        # is done with it.
         buffer = logits.data
-        if ctx.done is None:
-            ctx.done = grad
-            gradients_(buffer, labels, normalizer, grad)
-        elif ctx.done is not grad and not torch.equal(ctx.done, grad):
-            raise RuntimeError("the second backward of a loss must be given the same gradient")
+        gradients_(buffer, labels, normalizer, grad)
         return buffer, None
 
 

@@ -19,6 +19,7 @@ from megatron_flex.planner.tables import Array
 from megatron_flex.schedule.costs import OpCosts, Table
 from megatron_flex.schedule.list_scheduler import policy, search, simulate
 from megatron_flex.schedule.placement import Placement
+from megatron_flex.schedule.residency import at_once
 from megatron_flex.schedule.routing import Route
 from megatron_flex.schedule.slabs import slab_holders
 from megatron_flex.schedule.timeline import Timeline, timeline
@@ -88,9 +89,13 @@ def op_costs(costs: ModelCosts, plan: Plan, batch: Batch) -> OpCosts:
         """``[3, units]`` coefficients to seconds of every stage and micro-batch."""
         return tuple(map(_row, np.add.reduceat(coefficients, starts, axis=1).T @ basis))
 
+    # Units that do not put off their weight half have its time in the input half.
+    waits = np.ones(costs.num_elements)
+    waits[list(at_once(o))] = 0.0
     forward = table(costs.forward)
-    inputs = table(costs.backward_input + costs.forward * again)
-    weights = table(costs.backward_weight)
+    whole = costs.backward_weight * (1.0 - waits)
+    inputs = table(costs.backward_input + costs.forward * again + whole)
+    weights = table(costs.backward_weight * waits)
     held = tuple(map(_row, np.outer(np.add.reduceat(kept, starts), batch.tokens)))
     size = costs.profile.boundary * batch.tokens
     links = (costs.cluster.inter, costs.intra)

@@ -127,7 +127,10 @@ def test_recompute_costs_its_forward_again_and_keeps_its_input() -> None:
     o = Plan(plain.stages, OPlan(recompute=(1, 2, 3)))
     a, b = op_costs(costs, plain, batch), op_costs(costs, o, batch)
     again = sum(costs.forward[:, u] @ [1, 512, 512**2] for u in (1, 2, 3))
-    assert b.backward_input[0][0] - a.backward_input[0][0] == pytest.approx(again)
+    # They do not put off the weight half.
+    weights = sum(costs.backward_weight[:, u] @ [1, 512, 512**2] for u in (1, 2, 3))
+    assert b.backward_input[0][0] - a.backward_input[0][0] == pytest.approx(again + weights)
+    assert a.backward_weight[0][0] - b.backward_weight[0][0] == pytest.approx(weights)
     dropped = sum(costs.activation[u] - costs.profile.boundary for u in (1, 2, 3))
     assert a.activation[0][0] - b.activation[0][0] == pytest.approx(512 * dropped)
     first, second = predict(costs, plain, batch), predict(costs, o, batch)
