@@ -164,14 +164,16 @@ class Trainer:
         self._say(f" plan: {plan}")
         self._say(f" {restored.source or 'random weights'}: starting at iteration"
                   f" {self.progress.iteration}")  # fmt: skip
+        for warning in parts.warnings:
+            self._say(f" warning: {warning}")
         text = config.architecture != "bert" and config.data.sample_format == "text"
         for split in ("train", "valid", "test"):
             for samples in getattr(getattr(parts, split), "sets", ()):
                 counts = samples.selection.counts
                 self._say(f" {split} data: {counts}")
-                warning = counts.warning(config.data.max_sample_length, divisible=text)
-                if warning is not None:
-                    self._say(f" warning: {split} data: {warning}")
+                lost = counts.warning(config.data.max_sample_length, divisible=text)
+                if lost is not None:
+                    self._say(f" warning: {split} data: {lost}")
 
     def _restore(self, plan: Plan) -> Restored:
         """The newest state there is: in host memory, on the disk, or a fresh one."""

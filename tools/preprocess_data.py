@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 if __name__ == "__main__":  # from a clone, without installing
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron_flex.data.encode import EncodeOptions
+from megatron_flex.data.encode import ENDED, EncodeOptions
 from megatron_flex.data.errors import DataError
 from megatron_flex.tokenizers.base import TokenizerError
 from megatron_flex.tokenizers.build import TYPES, build_tokenizer
@@ -61,13 +61,17 @@ def parser() -> argparse.ArgumentParser:
     group.add_argument("--merge-file", help="merges.txt (GPT-2)")
     group.add_argument("--vocab-size", type=int, help="NullTokenizer: number of ids before the eod")
     group.add_argument(
-        "--append-eod", action="store_true", help="end each document with the eod token"
+        "--append-eod",
+        action="store_true",
+        help="end each document with the eod token; of a pair of prompt and completion only the"
+        " latter",
     )
     group.add_argument(
         "--append-eod-keys",
         nargs="+",
         metavar="KEY",
-        help="with --append-eod: only for these keys, such as the completion of a pair",
+        help="with --append-eod: only for these keys, such as the second of a pair with names of"
+        " its own",
     )
     group = result.add_argument_group("output data")
     group.add_argument("--output-prefix", required=True, help="path without _{key}_document.bin")
@@ -115,7 +119,8 @@ def options(words: list[str] | None = None) -> PreprocessOptions:
         merge_file=flags.merge_file,
         vocab_size=flags.vocab_size,
     )
-    eod_keys = tuple(flags.append_eod_keys or flags.json_keys) if flags.append_eod else ()
+    keys = tuple(dict.fromkeys(flags.json_keys))
+    eod_keys = _eod_keys(keys, flags.append_eod_keys) if flags.append_eod else ()
     if flags.tokenizer_type.startswith("Bert") and not flags.split_sentences:
         print(
             "note: without --split-sentences, BERT has no sentence order (--bert-no-binary-head)",
@@ -127,10 +132,11 @@ def options(words: list[str] | None = None) -> PreprocessOptions:
         make_tokenizer=make,
         vocab_size=make().vocab_size,
         encode=EncodeOptions(
-            keys=tuple(dict.fromkeys(flags.json_keys)),
+            keys=keys,
             split_sentences=flags.split_sentences,
             keep_newlines=flags.keep_newlines,
             eod_keys=eod_keys,
+            prompt_keys=_prompt_keys(keys, flags.append_eod_keys),
             strict=flags.strict,
         ),
         workers=flags.workers,
@@ -138,6 +144,18 @@ def options(words: list[str] | None = None) -> PreprocessOptions:
         keep_sequential_samples=flags.keep_sequential_samples,
         log_interval=flags.log_interval,
     )
+
+
+def _prompt_keys(keys: tuple[str, ...], chosen: list[str] | None) -> tuple[str, ...]:
+    """Keys whose documents should not end with the eod token, because something follows them."""
+    pair = {"prompt"} if {"prompt", "completion"} <= set(keys) else set()
+    left_out = set(keys) - set(chosen) if chosen else set()
+    return tuple(key for key in keys if key in pair | left_out)
+
+
+def _eod_keys(keys: tuple[str, ...], chosen: list[str] | None) -> tuple[str, ...]:
+    """Keys whose documents end with the eod token."""
+    return tuple(chosen) if chosen else tuple(k for k in keys if k not in _prompt_keys(keys, None))
 
 
 def main(words: list[str] | None = None) -> int:
@@ -154,6 +172,13 @@ def main(words: list[str] | None = None) -> int:
         return 1
     for line in report.lines():
         print(line)
+    for note, count in report.notes.items():
+        if note.endswith(ENDED):
+            print(
+                f"warning: {note} ({count} times): remove it from the texts, or leave the key out"
+                " of --append-eod-keys",
+                file=sys.stderr,
+            )
     for key in chosen.encode.keys:
         print(f"written: {chosen.prefix(key)}.bin and .idx")
     return 0

@@ -10,6 +10,8 @@ from megatron_flex.data.errors import DataError
 from megatron_flex.data.jsonl import EMPTY, RawLine, parse
 from megatron_flex.data.sentences import split_sentences
 
+ENDED = "ends in the end token, which then stands between prompt and completion"
+
 
 class TextTokenizer(Protocol):
     """What encoding needs of a tokenizer."""
@@ -31,6 +33,7 @@ class EncodeOptions:
         split_sentences: split texts into sentences, each a sequence of its own.
         keep_newlines: leave white space between sentences in place.
         eod_keys: keys whose documents end with the end-of-document token.
+        prompt_keys: keys whose documents should not end with that token.
         strict: raise on the first line that is not perfect.
     """
 
@@ -38,6 +41,7 @@ class EncodeOptions:
     split_sentences: bool = False
     keep_newlines: bool = False
     eod_keys: tuple[str, ...] = ()
+    prompt_keys: tuple[str, ...] = ()
     strict: bool = False
 
 
@@ -102,7 +106,13 @@ class Encoder:
         documents = {key: self._document(key, texts) for key, texts in parsed.texts.items()}
         if not all(document.lengths for document in documents.values()):
             return None, (*parsed.notes, EMPTY)
-        return documents, parsed.notes
+        return documents, (*parsed.notes, *self._ended(documents))
+
+    def _ended(self, documents: dict[str, Document]) -> list[str]:
+        """Notes on prompts: what follows an end token is another document to the model."""
+        prompts = documents.keys() & self._options.prompt_keys
+        ends = (key for key in sorted(prompts) if documents[key].ids[-1] == self._tokenizer.eod)
+        return [f"'{key}' {ENDED}" for key in ends]
 
     def _document(self, key: str, texts: list[str]) -> Document:
         options = self._options

@@ -14,6 +14,8 @@ from megatron_flex.data.errors import DataError
 from megatron_flex.data.keyed import IntArray
 from megatron_flex.data.samples import Overlong, Row, Selection, select
 
+_LOOKED_AT = 1000  # prompts whose last token is read
+
 
 class PairSamples:
     """Samples ``t = prompt + completion``: inputs ``t[:-1]``, labels ``t[1:]``.
@@ -84,6 +86,25 @@ class PairSamples:
             tokens=tokens[:-1] if inputs else None,
             labels=tokens[1:],
             loss_mask=(np.arange(start + 1, end) >= prompt).astype(np.float32),
+        )
+
+    def ended_prompts(self, eod: int) -> str | None:
+        """A sentence if prompts end in the end token ``eod``, by a look at some of them."""
+        count = min(_LOOKED_AT, self._selection.size)
+        index = np.unique(np.linspace(0, self._selection.size - 1, count).astype(np.int64))
+        documents = self._selection.documents(index)
+        lengths = self._prompts.lengths(documents)
+        ended = sum(
+            int(self._prompts.read(document, length - 1, length)[0]) == eod
+            for document, length in zip(documents.tolist(), lengths.tolist(), strict=True)
+            if length
+        )
+        if not ended:
+            return None
+        return (
+            f"{ended} of {len(index)} prompts in {self._prompts.name} end in the end token {eod},"
+            " which stands between prompt and completion: write them without it"
+            " (tools/preprocess_data.py --append-eod-keys with the completion's key only)"
         )
 
     def _measure(self, documents: IntArray) -> tuple[IntArray, IntArray]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from megatron_flex.arguments import plan_of
@@ -9,6 +10,7 @@ from megatron_flex.config.config import Config
 from megatron_flex.data.batches import BatchSource
 from megatron_flex.data.errors import DataError
 from megatron_flex.data.masking import BertVocabulary
+from megatron_flex.data.pairs import PairSamples
 from megatron_flex.data.paths import Split, read_data_args, read_per_split_data_args
 from megatron_flex.data.samples import Overlong
 from megatron_flex.data.sources import DataConfig, DataSets
@@ -22,7 +24,8 @@ from megatron_flex.tokenizers.build import build_tokenizer
 class Parts:
     """What a run works with; equal on every worker.
 
-    ``train``, ``valid`` and ``test`` are ``None`` where no document belongs to them.
+    ``train``, ``valid`` and ``test`` are ``None`` where no document belongs to them. ``warnings``
+    are sentences on the data.
     """
 
     model: ModelConfig
@@ -30,6 +33,7 @@ class Parts:
     train: BatchSource | None
     valid: BatchSource | None
     test: BatchSource | None
+    warnings: tuple[str, ...] = ()
 
 
 def assemble(config: Config) -> Parts:
@@ -58,7 +62,16 @@ def assemble(config: Config) -> Parts:
     valid = sets.source(Split.VALID, repeat=False)
     if valid is None and config.evaluation.eval_interval is not None:
         raise sets.nothing_for(Split.VALID, "--eval-interval needs validation data")
-    return Parts(model, plan_of(config, model), train, valid, sets.source(Split.TEST, repeat=False))
+    test = sets.source(Split.TEST, repeat=False)
+    warnings = () if tokenizer.eod is None else _warnings((train, valid, test), tokenizer.eod)
+    return Parts(model, plan_of(config, model), train, valid, test, warnings)
+
+
+def _warnings(sources: Iterable[BatchSource | None], eod: int) -> tuple[str, ...]:
+    """What is odd about pairs of prompt and completion."""
+    sets = [samples for source in sources if source is not None for samples in source.sets]
+    found = [s.ended_prompts(eod) for s in sets if isinstance(s, PairSamples)]
+    return tuple(dict.fromkeys(text for text in found if text is not None))
 
 
 def _data_config(config: Config, model: ModelConfig, tokenizer: Tokenizer) -> DataConfig:

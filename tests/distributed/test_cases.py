@@ -62,6 +62,9 @@ row   test
       test_the_smallest_budget_that_would_do_is_named_and_does; test_planned.py:
       test_a_batch_that_fits_nowhere_is_refused_before_it_runs
 38    unit/loop/test_plans.py: test_a_bad_script_is_refused_by_line
+39    unit/tools/test_preprocess_data.py: test_a_prompt_gets_no_end_token;
+      test_a_prompt_that_ends_in_the_end_token_is_warned_of; unit/loop/test_assemble.py:
+      test_prompts_that_end_in_the_end_token_are_warned_of
 40    unit/data/test_gpt.py: test_a_loss_of_one_percent_of_the_tokens_is_worth_a_warning;
       test_the_parts_of_long_documents_have_every_token_once; unit/loop/test_assemble.py:
       test_what_is_cut_off_is_said_at_the_start

@@ -63,3 +63,14 @@ def test_what_is_cut_off_is_said_at_the_start(
     source = assemble(config).train
     assert source is not None
     assert source.sets[0].lengths(np.arange(4)).tolist() == ([64] * 3 + [8] if warned else [64] * 4)
+
+
+def test_prompts_that_end_in_the_end_token_are_warned_of(tmp_path: Path) -> None:
+    prompts = [[1, 2, runs.VOCABULARY] if i % 2 else [1, 2] for i in range(8)]
+    write_flat(tmp_path / "d_prompt_document", prompts)
+    write_flat(tmp_path / "d_completion_document", [[3, runs.VOCABULARY]] * 8)
+    words = [*runs.MODEL, *runs.TRAINING, "--train-iters", "9", "--data-path", str(tmp_path / "d")]
+    parts = assemble(parse([*words, "--split", "1", "--sample-format", "pair"], world_size=1))
+    (warning,) = parts.warnings
+    assert warning.startswith("4 of 8 prompts in ")
+    assert f"end in the end token {runs.VOCABULARY}," in warning

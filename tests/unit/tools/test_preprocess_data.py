@@ -13,6 +13,7 @@ from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron_flex.data.encode import EncodeOptions
 from megatron_flex.data.errors import DataError
 from megatron_flex.data.indexed import IndexedDocuments
+from megatron_flex.data.pairs import PairSamples
 from megatron_flex.data.preprocess import PreprocessOptions, preprocess
 from tools.preprocess_data import main
 
@@ -177,3 +178,67 @@ def test_a_worker_that_dies_is_an_error_not_a_wait(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="a worker process died"):
         preprocess(dying)
     assert not list(tmp_path.glob("out*"))
+
+
+PAIR = ["--json-keys", "prompt", "completion", "--append-eod"]
+
+
+def pairs_of(prefix: Path) -> PairSamples:
+    """The pairs as a training run reads them."""
+    names = (f"{prefix}_{key}_document" for key in ("prompt", "completion"))
+    prompts, completions = map(IndexedDocuments, names)
+    return PairSamples(prompts, completions)
+
+
+def test_a_prompt_gets_no_end_token(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = write(tmp_path / "in.jsonl", [{"prompt": "1 2", "completion": "3"}] * 3)
+    assert run(source, tmp_path / "out", *PAIR) == 0
+    assert read(tmp_path / "out", "prompt_document") == [[1, 2]] * 3
+    assert read(tmp_path / "out", "completion_document") == [[3, 1000]] * 3
+    assert "warning" not in capsys.readouterr().err
+    pairs = pairs_of(tmp_path / "out")
+    row = pairs.read(0, 0, 0, 3, inputs=True, targets=True)
+    assert row.tokens is not None
+    assert row.labels is not None
+    assert (row.tokens.tolist(), row.labels.tolist()) == ([1, 2, 3], [2, 3, 1000])
+    assert pairs.ended_prompts(1000) is None
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_prompt_that_ends_in_the_end_token_is_warned_of(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], workers: int
+) -> None:
+    lines: list[dict[str, object]] = [{"prompt": "1", "completion": "3"} for _ in range(5)]
+    lines[2]["prompt"] = "1 1000"
+    source = write(tmp_path / "in.jsonl", lines)
+    assert run(source, tmp_path / "out", *PAIR, workers=workers) == 0
+    assert "warning: 'prompt' ends in the end token" in capsys.readouterr().err
+    pairs = pairs_of(tmp_path / "out")
+    assert str(pairs.ended_prompts(1000)).startswith("1 of 5 prompts in ")
+    assert run(source, tmp_path / "out", *PAIR, "--strict", workers=workers) == 1
+    assert "line 3: 'prompt' ends in the end token" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("keys", "more", "warned"),
+    [
+        (("prompt", "completion"), ("prompt", "completion"), "'prompt' ends in the end token"),
+        (("p", "c"), ("c",), ""),
+        (("p", "c"), ("p", "c"), ""),  # two texts, for all that is known
+    ],
+)
+def test_end_tokens_that_are_asked_for_are_written(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    keys: tuple[str, str],
+    more: tuple[str, ...],
+    warned: str,
+) -> None:
+    source = write(tmp_path / "in.jsonl", [{keys[0]: "1", keys[1]: "2"}])
+    words = ["--json-keys", *keys, "--append-eod", "--append-eod-keys", *more]
+    assert run(source, tmp_path / "out", *words) == 0
+    for key, token in zip(keys, (1, 2), strict=True):
+        expected = [token, 1000] if key in more else [token]
+        assert read(tmp_path / "out", f"{key}_document") == [expected]
+    error = capsys.readouterr().err
+    assert (warned in error) if warned else ("warning" not in error)
