@@ -69,6 +69,10 @@ row   test
       test_the_parts_of_long_documents_have_every_token_once; unit/loop/test_assemble.py:
       test_what_is_cut_off_is_said_at_the_start
 44    end_to_end/test_resume.py: test_a_bfloat16_run_goes_on_from_weights_that_were_loaded_alone
+45    unit/tools/test_preprocess_data.py: test_no_line_is_lost_between_workers;
+      unit/data/test_sources.py: test_two_equal_sets_of_a_blend_have_orders_of_their_own;
+      unit/data/test_blend.py: test_sets_of_a_blend_are_shuffled_differently;
+      unit/data/test_bert.py: test_two_equal_sentences_are_each_cut_at_both_ends
 ====  ==========================================================================================
 """
 

@@ -191,6 +191,21 @@ def test_tokens_are_cut_at_the_front_as_often_as_at_the_end(tmp_path: Path) -> N
     assert np.bincount(fronts).tolist() == pytest.approx([50, 200, 300, 200, 50], abs=45)
 
 
+def test_two_equal_sentences_are_each_cut_at_both_ends(tmp_path: Path) -> None:
+    # Of 12 tokens of each sentence 6 stay: 0 to 6 go at the front, each by a coin of its own.
+    made = make(tmp_path, [[12, 12]], max_length=15)
+    fronts = np.zeros((7, 7))
+    for number in range(600):
+        tokens = unmasked(made.read(0, number, 0, 15, inputs=True, targets=True))
+        segments = sorted((tokens[1:7] - 100, tokens[8:14] - 100), key=lambda s: int(s[0]))
+        assert all((np.diff(segment) == 1).all() for segment in segments)
+        fronts[int(segments[0][0]), int(segments[1][0]) - 12] += 1
+    coins = np.array([1, 6, 15, 20, 15, 6, 1]) / 64
+    assert fronts.sum(axis=1) / 600 == pytest.approx(coins, abs=0.08)
+    assert fronts.sum(axis=0) / 600 == pytest.approx(coins, abs=0.08)
+    assert fronts / 600 == pytest.approx(np.outer(coins, coins), abs=0.05)  # apart
+
+
 def test_a_document_of_one_sentence_is_counted_with_the_head_and_used_without(
     tmp_path: Path,
 ) -> None:

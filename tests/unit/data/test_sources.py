@@ -73,6 +73,20 @@ def test_weights_decide_how_often_a_set_is_drawn(tmp_path: Path) -> None:
     assert sum(drawn) == 60
 
 
+@pytest.mark.parametrize("words", [("0.5", "0.5"), ("", "")])
+def test_two_equal_sets_of_a_blend_have_orders_of_their_own(
+    tmp_path: Path, words: tuple[str, str]
+) -> None:
+    a = write_flat(tmp_path / "a", counting([3] * 60, 100))
+    b = write_flat(tmp_path / "b", counting([3] * 60, 5000))
+    path = [word for pair in zip(words, (a, b), strict=True) for word in pair if word]
+    read = tokens_of(DataSets(config(data_path=tuple(path), split="1")), Split.TRAIN, 120)
+    first = [(tokens[0] - 100) // 3 for tokens in read if tokens[0] < 5000]
+    second = [(tokens[0] - 5000) // 3 for tokens in read if tokens[0] >= 5000]
+    assert sorted(first) == sorted(second) == list(range(60))
+    assert np.count_nonzero(np.equal(first, second)) < 10  # orders drawn apart share one or so
+
+
 def test_prefixes_without_weights_are_mixed_by_size_each_sample_once(tmp_path: Path) -> None:
     a, b = counting([3] * 5, 100), counting([3] * 20, 5000)
     paths = (

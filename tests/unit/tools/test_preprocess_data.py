@@ -116,6 +116,17 @@ def test_workers_and_ordered_partitions_give_the_very_same_files(tmp_path: Path)
     assert len(list(tmp_path.iterdir())) == 5  # nothing else is left
 
 
+@pytest.mark.parametrize(("count", "words"), [(301, ()), (257, ("--partitions", "2"))])
+def test_no_line_is_lost_between_workers(
+    tmp_path: Path, count: int, words: tuple[str, ...]
+) -> None:
+    source = write(tmp_path / "in.jsonl", numbers(count))
+    assert run(source, tmp_path / "out", *words, workers=2) == 0
+    written = read(tmp_path / "out")
+    assert sorted(written) == [[i] * (i % 7 + 1) for i in range(count)]
+    assert words or written == sorted(written)
+
+
 def test_partitions_take_lines_in_turn_as_in_megatron(tmp_path: Path) -> None:
     source = write(tmp_path / "in.jsonl", numbers(7))
     assert run(source, tmp_path / "out", "--partitions", "3", workers=3) == 0
