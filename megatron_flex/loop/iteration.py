@@ -20,6 +20,7 @@ from megatron_flex.runtime.executor import Executor
 from megatron_flex.runtime.memory import Expected
 from megatron_flex.runtime.optimizer import StepSize
 from megatron_flex.runtime.step import StepInputs, StepResult
+from megatron_flex.runtime.world import server_size
 from megatron_flex.schedule.compact import groups_of
 from megatron_flex.schedule.emit import switch_only
 from megatron_flex.schedule.transition import transition
@@ -138,7 +139,12 @@ class Iterations:
         """Everybody stops, state moves, everybody goes on."""
         world, model = self.executor.world, self.executor.holdings.config
         change = transition(
-            self.plan, following, model.layers, late=None, elements=slab_elements(model)
+            self.plan,
+            following,
+            model.layers,
+            late=None,
+            server_size=server_size(world.size),
+            elements=slab_elements(model),
         )
         world.barrier()
         lists = switch_only(change, model.layers, world.size)

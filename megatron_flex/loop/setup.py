@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from megatron_flex.data.microbatches import CostCoefficients
 from megatron_flex.loop.assemble import Parts
 from megatron_flex.planner.options import PlannerOptions
 from megatron_flex.planner.service import Cut, Setup
+from megatron_flex.runtime.world import server_size
 
 
 def planner_setup(
@@ -29,8 +29,7 @@ def planner_setup(
         raise ValueError("--flexpipe on GPUs needs --flexpipe-cluster, such as a100 or h200, or a"
                          " file that describes the devices and links")  # fmt: skip
     cluster = load(f.flexpipe_cluster or f"cpux{min(4, world_size)}")
-    per_server = int(os.environ.get("LOCAL_WORLD_SIZE", str(world_size)))
-    cluster = _sized(cluster, world_size, per_server)
+    cluster = _sized(cluster, world_size, server_size(world_size))
     options = PlannerOptions(
         planner=f.flexpipe_planner,
         unit=f.flexpipe_unit,

@@ -134,6 +134,11 @@ def local_rank() -> int:
     return int(os.environ.get("LOCAL_RANK", "0"))
 
 
+def server_size(world_size: int) -> int:
+    """Workers of one server, as torchrun says; all where nobody says."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", str(world_size)))
+
+
 def workers_per_gpu() -> int:
     """How many workers of this server share a GPU, at most."""
     workers = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
