@@ -94,6 +94,7 @@ EVAL_AND_LOGGING_ARGS=(
   --exit-signal-handler
   --tensorboard-dir "$RUN/tensorboard"
   --log-jsonl "$RUN/log.jsonl"
+  --log-file "$RUN/train.log"
 )
 
 if ((done_before)); then
@@ -101,15 +102,10 @@ if ((done_before)); then
 else
   say "Training $last iterations with $WORKERS workers (they need some seconds to start)"
 fi
-# The screen gets the gist of each log line, train.log the whole of it.
-line='^ \[[^]]*\] (iteration +[0-9]+\/ *[0-9]+) .*(tokens\/s: +[0-9.]+)'
-loss='(lm loss: [0-9.E+-]+).*'
 if ! torchrun --standalone --nproc-per-node "$WORKERS" pretrain_gpt.py \
   "${GPT_MODEL_ARGS[@]}" "${TRAINING_ARGS[@]}" "${MODEL_PARALLEL_ARGS[@]}" "${DATA_ARGS[@]}" \
-  "${EVAL_AND_LOGGING_ARGS[@]}" 2>&1 | tee -a "$RUN/train.log" | sed -u -E \
-  -e '/^-+ arguments -+$/,/^-+ end of arguments -+$/d' -e '/^-+$/d' \
-  -e "s/$line.*(plan: \([0-9,]+\)).*$loss/ \1   \4   \2   \3/" -e "s/$line.*$loss/ \1   \3   \2/"; then
-  say "Training failed; the message above says why, $RUN/train.log has everything"
+  "${EVAL_AND_LOGGING_ARGS[@]}"; then
+  say "Training failed; the message above says why"
   exit 1
 fi
 
@@ -125,7 +121,7 @@ cat <<END
   $RUN/checkpoints   the last two checkpoints; any layout of any number of workers can load them
   $RUN/log.jsonl     one JSON object an iteration
   $RUN/tensorboard   the same for TensorBoard
-  $RUN/train.log     what the workers printed
+  $RUN/train.log     all arguments, and log lines in the form of Megatron-LM
 
 Try next, in that directory:
   $BIN/tensorboard --logdir $RUN/tensorboard

@@ -15,8 +15,9 @@ def main(path: str, shown: int = 4) -> None:
     print(f" {len(changes)} switches in {len(plans)} iterations; the last ones:")
     for i in changes[-shown:]:
         note = lines[i][2]
-        action = re.search(r"action (\S+)", note.replace(";", " "))
-        print(f" iteration {i + 1} {action[1] if action else ''}  {plans[i - 1]}  ->  {plans[i]}")
+        action = re.search(r"action ([^;]+)", note)
+        did = action[1].strip() if action else ""
+        print(f" iteration {i + 1} {did}:  {plans[i - 1]}  ->  {plans[i]}")
         for reason in re.findall(r"\b([A-D]: [^;]*)", note):
             print(f"    {reason}")
             if reason[0] in "BD" and reason.endswith("yes)"):

@@ -31,6 +31,7 @@ from megatron_flex.loop.iteration import Iterations, cost_coefficients
 from megatron_flex.loop.measures import MemoryMeasure, StallMeter, bubble, memory_ratio
 from megatron_flex.loop.memory import check_memory, memory_of_worker
 from megatron_flex.loop.open_plans import plans_change
+from megatron_flex.loop.opening import opening
 from megatron_flex.loop.plans import Choice, Recording
 from megatron_flex.loop.steps import Steps
 from megatron_flex.loop.stopping import Stopping
@@ -77,7 +78,7 @@ def pretrain(config: Config) -> None:
     """
     p = config.parallel
     world, failure = start(p.distributed_backend, p.distributed_timeout_minutes)
-    if world.rank == 0:
+    if world.rank == 0 and config.logging.log_format == "megatron":
         print(dump(config), flush=True)
     with failure.watch():
         try:
@@ -92,6 +93,7 @@ def pretrain(config: Config) -> None:
             trainer = Trainer(config, world, parts)
             try:
                 trainer.run()
+                trainer.conclude()
             finally:
                 trainer.recorder.close()
         except EXPECTED as error:
@@ -161,6 +163,11 @@ class Trainer:
             )
         record = config.flexpipe.flexpipe_record
         self.recording = Recording(record, first) if record and self.speaks else None
+        self.saved: int | None = None
+        if self.speaks:
+            self.recorder.note(dump(config))
+            for line in opening(config, parts, plan, self.progress, self.coefficients):
+                self._say(line)
         self._say(f" plan: {plan}")
         self._say(f" {restored.source or 'random weights'}: starting at iteration"
                   f" {self.progress.iteration}")  # fmt: skip
@@ -170,7 +177,8 @@ class Trainer:
         for split in ("train", "valid", "test"):
             for samples in getattr(getattr(parts, split), "sets", ()):
                 counts = samples.selection.counts
-                self._say(f" {split} data: {counts}")
+                if split != "train":  # said above
+                    self._say(f" {split} data: {counts}")
                 lost = counts.warning(config.data.max_sample_length, divisible=text)
                 if lost is not None:
                     self._say(f" warning: {split} data: {lost}")
@@ -199,6 +207,12 @@ class Trainer:
         self.trace.close()
         self.checkpoints.close()
         self.copies.close()
+
+    def conclude(self) -> None:
+        """Say what the run came to."""
+        if self.speaks:
+            for line in self.recorder.summary(self.config, self.saved):
+                self._say(line)
 
     def train(self) -> bool:
         """Iterations until the run is complete (``True``) or has a reason to stop (``False``)."""
@@ -411,6 +425,7 @@ class Trainer:
             self.coefficients,
             rotate=not self.divergence.suspected,
         )
+        self.saved = self.progress.iteration
         asynchronous = self.config.checkpoint.async_save
         verb = (
             "scheduled an async checkpoint save"
@@ -424,7 +439,7 @@ class Trainer:
 
     def _say(self, line: str) -> None:
         if self.speaks:
-            print(line, flush=True)
+            self.recorder.say(line)
 
 
 def _due(interval: int | None, iteration: int) -> bool:

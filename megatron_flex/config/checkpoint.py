@@ -7,6 +7,9 @@ from typing import Literal
 
 from megatron_flex.config.option import option
 
+SAVE_INTERVAL = 500
+"""Iterations between checkpoints where nobody says."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointOptions:
@@ -18,7 +21,8 @@ class CheckpointOptions:
     save_interval: int | None = option(
         None, flags=("--save-interval", "--persistent-save-interval"), at_least=1
     )
-    """Iterations between checkpoints."""
+    """Iterations between checkpoints; the end of a run is saved in any case. Not set: 500 with
+    --save (Megatron-LM has no default)."""
 
     save_retain_interval: int | None = option(None, at_least=1)
     """Keep the checkpoints at multiples of this many iterations and the newest; delete others."""

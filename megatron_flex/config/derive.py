@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_flex.batch_size import BatchSizeSchedule
+from megatron_flex.config.checkpoint import SAVE_INTERVAL
 
 MODEL_FIELDS = (
     "num_layers",
@@ -57,6 +58,8 @@ def derive(values: dict[str, Any], world_size: int) -> list[str]:
     _derive_paths(values, problems)
     _derive_tokenizer(values, problems)
     _derive_batches(values, world_size, problems)
+    if values.get("save"):
+        values.setdefault("save_interval", SAVE_INTERVAL)
     return problems
 
 

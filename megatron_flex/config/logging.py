@@ -15,8 +15,16 @@ class LoggingOptions:
     log_interval: int = option(100, at_least=1)
     """Iterations between log lines."""
 
+    log_format: Literal["short", "megatron"] = option("short", own=True)
+    """Log lines on the screen. short: loss, speed, plan and the time that is left; megatron: the
+    line of Megatron-LM, and before the first its dump of all arguments."""
+
+    log_file: str | None = option(None, own=True)
+    """File to which everything that is said is appended, with all arguments and log lines in
+    Megatron-LM's form."""
+
     log_throughput: bool = False
-    """Add TFLOP/s per worker to the log line, and MFU when the device's peak is known."""
+    """Add TFLOP/s per worker to Megatron-LM's log line, and MFU when the device's peak is known."""
 
     device_peak_tflops: float | None = option(None, own=True, above=0)
     """Peak TFLOP/s of one device, for MFU with --log-throughput. Not set: known for common GPUs
@@ -49,7 +57,7 @@ class LoggingOptions:
     """Events that are kept in memory before they are written."""
 
     log_timers_to_tensorboard: bool = False
-    """Write iteration time, throughput and padding to TensorBoard."""
+    """Write mean iteration time, throughput and padding at each log line to TensorBoard."""
 
     log_loss_scale_to_tensorboard: bool = option(
         True,

@@ -243,8 +243,6 @@ def _checkpoint(config: Config) -> Problems:
     c = config.checkpoint
     saving = ("save_interval", "save_optim", "save_rng", "save_retain_interval", "keep_last_n")
     yield from _without(config, "--save", c.save, (*saving, "async_save", "log_progress"))
-    if c.save and c.save_interval is None:
-        yield "--save needs --save-interval, the iterations between checkpoints"
     if c.save_retain_interval and c.save_interval and c.save_retain_interval % c.save_interval:
         yield (
             f"--save-retain-interval {c.save_retain_interval} must be a multiple of --save-interval"
@@ -480,7 +478,7 @@ def _switching(config: Config) -> Problems:
     if keeps and config.evaluation.skip_train:
         yield "--flexpipe-twin-snapshot has no effect with --skip-train: remove one of them"
     if f.flexpipe_switch == "restart" and not config.checkpoint.save:
-        yield "--flexpipe-switch restart goes through checkpoints: give --save and --save-interval"
+        yield "--flexpipe-switch restart goes through checkpoints: give --save"
 
 
 def _read_profile(path: str) -> Profile:

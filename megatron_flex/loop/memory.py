@@ -19,6 +19,7 @@ from megatron_flex.data.batches import BatchSource
 from megatron_flex.model.config import ModelConfig
 from megatron_flex.planner.memory import tied_state, unit_memory
 from megatron_flex.planner.plan import Plan
+from megatron_flex.quantities import size
 from megatron_flex.runtime.world import workers_per_gpu
 from megatron_flex.schedule.shards import sharded_slabs
 from megatron_flex.schedule.slabs import slab_holders
@@ -51,9 +52,10 @@ def check_memory(
         return
     state = device_bytes(model, plan, worst, 0)
     raise MemoryLimitError(
-        f"worker {worst} needs at least {needs[worst]:,} bytes for a sample of {longest:,} tokens"
-        f" ({state:,} for weights, gradients and optimizer, the rest for activations), but has"
-        f" {memory:,}: lower --max-sample-length (or leave long samples out with --overlong drop),"
+        f"worker {worst} needs at least {size(needs[worst])} for a sample of {longest:,} tokens"
+        f" ({size(state)} for weights, gradients and optimizer, the rest for activations), but has"
+        f" {size(memory)}: lower --max-sample-length (or leave long samples out with --overlong"
+        " drop),"
         " recompute layers with --recompute-granularity, split optimizer state over replicas with"
         " --use-distributed-optimizer, or give layers to more workers with"
         " --pipeline-model-parallel-size or --flexpipe-plan"
@@ -91,9 +93,9 @@ def longest_sample(source: BatchSource) -> int:
     """Tokens of the longest sample of ``source``."""
     longest = 0
     for samples in source.sets:
-        size = samples.selection.size
-        for start in range(0, size, _PIECE):
-            index = np.arange(start, min(size, start + _PIECE), dtype=np.int64)
+        number = samples.selection.size
+        for start in range(0, number, _PIECE):
+            index = np.arange(start, min(number, start + _PIECE), dtype=np.int64)
             longest = max(longest, int(samples.lengths(index).max()))
     return longest
 

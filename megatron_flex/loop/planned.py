@@ -74,7 +74,7 @@ class PlannedPlans:
         )
         return Choice(
             decision.plan,
-            decision.action.symbol,
+            decision.action.label,
             reason,
             uncorrected * answer.factor,
             frozenset(answer.late),

@@ -18,8 +18,8 @@ class Choice:
 
     Attributes:
         plan: the plan.
-        action: the paper's trigger ``1`` keep, ``2`` optimise memory, ``3`` grow, ``4`` shrink;
-            empty where nobody decided.
+        action: what it does with the plan before it, as the paper's symbol and in words, such as
+            ``③ more stages``; empty where nobody decided.
         reason: in words.
         seconds: predicted time of an iteration on it, if it was predicted.
         late: (slab, device) pairs that are handed over after the update of the iteration before,

@@ -14,6 +14,7 @@ from megatron_flex.planner.plans import plan_of
 from megatron_flex.planner.pricing import Price, Pricer
 from megatron_flex.planner.switching import LiveSwitches, Running, SwitchPrice, arrivals
 from megatron_flex.planner.tables import Arrivals
+from megatron_flex.quantities import size
 
 TIE = 1e-6
 """Costs this close (relative) are equal."""
@@ -168,13 +169,13 @@ class Finder:
             " --max-sample-length and --overlong, or use more devices"
         )
         if best is not None:
-            size = max(best.device_bytes)
+            most = max(best.device_bytes)
             tokens = max(float(pricer.batch.tokens.max()) for pricer in self.pricers)
             return Infeasible(
                 f"no plan fits: with a largest micro-batch of {tokens:.0f} tokens, device"
-                f" {best.device_bytes.index(size)} needs {size:.0f} bytes {allowed}".rstrip()
-                + f" in the best of them ({best.plan}), {best.shortfall:.0f} more than what of its"
-                f" {self.units.budget:.0f} may be used{advice}",
+                f" {best.device_bytes.index(most)} needs {size(most)} {allowed}".rstrip()
+                + f" in the best of them ({best.plan}), {size(best.shortfall)} more than what of"
+                f" its {size(self.units.budget)} may be used{advice}",
                 math.ceil(best.shortfall),
             )
         found: tuple[int, float] | None = None
@@ -188,8 +189,8 @@ class Finder:
         short, tokens = found
         return Infeasible(
             f"no plan fits: with a largest micro-batch of {tokens:.0f} tokens every one of"
-            f" {len(self.units.devices)} devices lacks {short} bytes ({short / 1e9:.3f} GB) of"
-            f" {self.units.budget:.0f} {allowed}".rstrip()
+            f" {len(self.units.devices)} devices lacks {size(short)} of"
+            f" {size(self.units.budget)} {allowed}".rstrip()
             + advice,
             short,
         )

@@ -25,6 +25,22 @@ class Action(IntEnum):
         """The number in a circle, as the paper prints it."""
         return "①②③④⑤"[self - 1]
 
+    @property
+    def words(self) -> str:
+        """What it does, in words."""
+        return (
+            "keep the plan",
+            "save memory",
+            "more stages",
+            "fewer stages",
+            "other boundaries or workers",
+        )[self - 1]
+
+    @property
+    def label(self) -> str:
+        """Symbol and words."""
+        return f"{self.symbol} {self.words}"
+
 
 @dataclass(frozen=True)
 class Reason:

@@ -13,7 +13,7 @@ def explain(decision: Decision, layers: LayerList) -> str:
     plan, predicted = decision.plan, decision.predicted
     action = decision.action
     lines = [
-        f"{action.symbol} {action.name.lower()} by {decision.planner}:"
+        f"{action.label}, by {decision.planner}:"
         f" {len(plan.stages)} stage{'s' if len(plan.stages) != 1 else ''} {degrees(plan.degrees)}",
         f"plan: {plan}",
         f"predicted: {_time(predicted)}",

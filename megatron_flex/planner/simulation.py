@@ -16,6 +16,7 @@ from megatron_flex.planner.build import MESSAGE_BUFFERS, Batch, ModelCosts
 from megatron_flex.planner.options import AUTO
 from megatron_flex.planner.plan import Plan, PlanError
 from megatron_flex.planner.tables import Array
+from megatron_flex.quantities import size
 from megatron_flex.schedule.costs import OpCosts, Table
 from megatron_flex.schedule.list_scheduler import policy, search, simulate
 from megatron_flex.schedule.placement import Placement
@@ -236,8 +237,8 @@ def predict(
     if short < 0:
         device = max(plan.devices, key=lambda d: fixed[d])
         raise PlanError(
-            f"device {device} needs {fixed[device]:.0f} bytes before any activation and may use"
-            f" {costs.budget:.0f}: {-short:.0f} bytes too few for the plan '{plan}'"
+            f"device {device} needs {size(fixed[device])} before any activation and may use"
+            f" {size(costs.budget)}: {size(-short)} too few for the plan '{plan}'"
         )
     placed = place_plan(costs, plan, batch, stop=stop, tries=tries)
     if placed is None:
@@ -245,8 +246,8 @@ def predict(
     line = timeline(placed.placement, costs.layers)
     if line.makespan > stop:
         return None
-    size = tuple(
+    peaks = tuple(
         fixed[d] + (line.peak[d] if d < len(line.peak) else 0.0)
         for d in range(costs.cluster.world_size)
     )
-    return Prediction(line.makespan, size, line, placed.schedule)
+    return Prediction(line.makespan, peaks, line, placed.schedule)

@@ -22,6 +22,7 @@ class IntervalSummary:
         skipped: iterations without update.
         nan: those of them whose loss or gradient norm was NaN or infinite.
         throughput: tokens, padding and floating-point operations a second.
+        typical: mean time of all iterations so far but the first of the run, which warms up.
     """
 
     last: IterationRecord
@@ -31,6 +32,7 @@ class IntervalSummary:
     skipped: int
     nan: int
     throughput: Throughput
+    typical: float = 0.0
 
 
 class Interval:
@@ -46,10 +48,14 @@ class Interval:
         self._peak_flops = peak_flops
         self._records: list[IterationRecord] = []
         self._first = True
+        self._seconds: list[float] = [0.0, 0.0]  # of the first iteration, and of all others
+        self._count = 0
 
     def add(self, record: IterationRecord) -> IntervalSummary | None:
         """Take one iteration; the summary if a line is due."""
         self._records.append(record)
+        self._seconds[self._count > 0] += record.elapsed
+        self._count += 1
         due = record.iteration % self._log_interval == 0
         summary = self._summary() if due or self._first else None
         self._first = False
@@ -70,6 +76,7 @@ class Interval:
             skipped=len(records) - len(advanced),
             nan=sum(r.skipped and _not_finite(r) for r in records),
             throughput=throughput(records, self._world_size, self._peak_flops),
+            typical=self._seconds[self._count > 1] / max(1, self._count - 1),
         )
 
 

@@ -1,8 +1,8 @@
-"""The lines that a run prints, field for field as Megatron-LM 0.16 does.
+"""The lines that a run prints: short ones, and those of Megatron-LM 0.16, field for field.
 
-Between the throughput (or the elapsed time) and the learning rate there are additional fields:
-``tokens/s`` and ``padding``, before them ``MFU`` if it is known, and after them, where plans
-change, the plan, why it was chosen, and how it went (of the last iteration).
+In the long ones there are additional fields between the throughput (or the elapsed time) and the
+learning rate: ``tokens/s``, ``padding`` and ``ETA``, before them ``MFU`` if it is known, and after
+them, where plans change, the plan, why it was chosen, and how it went (of the last iteration).
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from datetime import datetime
 
+from megatron_flex.quantities import count, duration
 from megatron_flex.telemetry.interval import IntervalSummary
 from megatron_flex.telemetry.record import ValidationRecord
 
@@ -35,6 +36,7 @@ def training_line(
             fields.append(f"MFU: {rates.mfu_percent:.1f}%")
     fields.append(f"tokens/s: {rates.tokens_per_second:.1f}")
     fields.append(f"padding: {rates.padding_percent:.1f}%")
+    fields.append(f"ETA: {eta(summary, train_iters)}")
     fields += [f"{name}: {value}" for name, value in last.notes.items()]
     fields.append(f"learning rate: {last.learning_rate:.6E}")
     fields.append(f"global batch size: {last.global_batch_size:5d}")
@@ -51,6 +53,39 @@ def training_line(
     fields.append(f"number of nan iterations: {summary.nan:3d}")
     time = (now or datetime.now()).strftime("%Y-%m-%d %H:%M:%S.%f")
     return f" [{time}] " + " | ".join(fields) + " |"
+
+
+SHORT_NOTES = ("plan", "action", "iterations over the memory budget")
+"""Notes of an iteration that the short line has, too."""
+
+
+def short_line(summary: IntervalSummary, train_iters: int) -> str:
+    """What a person wants to see of the iterations since the last line."""
+    last = summary.last
+    fields = [f" iteration {last.iteration:8d}/{train_iters:8d}"]
+    fields += [f"{name}: {value:.4f}" for name, value in summary.losses.items()]
+    fields.append(f"{summary.seconds_per_iteration:.3g} s/iteration")
+    fields.append(f"tokens/s: {count(summary.throughput.tokens_per_second)}")
+    for number, what in ((summary.skipped, "skipped"), (summary.nan, "not finite")):
+        if number:
+            fields.append(f"{what}: {number}")
+    notes = {name: last.notes[name] for name in SHORT_NOTES if name in last.notes}
+    fields += [f"{name}: {value}" for name, value in notes.items()]
+    fields.append(f"ETA: {eta(summary, train_iters)}")
+    return " | ".join(fields)
+
+
+def eta(summary: IntervalSummary, train_iters: int) -> str:
+    """Time that the iterations that are left will take, as those so far did on average."""
+    return duration((train_iters - summary.last.iteration) * summary.typical)
+
+
+def short_validation_line(record: ValidationRecord) -> str:
+    """The losses and perplexities of a validation."""
+    fields = [f" validation loss at {record.where}"]
+    for name, value in record.losses.items():
+        fields += [f"{name}: {value:.4f}", f"{name} PPL: {perplexity(value):.4g}"]
+    return " | ".join(fields)
 
 
 def perplexity(loss: float) -> float:

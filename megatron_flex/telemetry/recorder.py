@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from megatron_flex.config.config import Config
-from megatron_flex.telemetry.console import ConsoleSink
+from megatron_flex.telemetry.console import ConsoleSink, say
 from megatron_flex.telemetry.interval import Interval
 from megatron_flex.telemetry.jsonl import JsonlSink
+from megatron_flex.telemetry.log_file import LogFile
 from megatron_flex.telemetry.record import IterationRecord, ValidationRecord
 from megatron_flex.telemetry.scalars import ScalarOptions
 from megatron_flex.telemetry.sink import Sink
+from megatron_flex.telemetry.summary import Summary
 from megatron_flex.telemetry.tensorboard import TensorBoardSink
 from megatron_flex.telemetry.wandb import WandbSink
 
@@ -19,9 +21,34 @@ from megatron_flex.telemetry.wandb import WandbSink
 class Recorder:
     """Passes records on to sinks. Use it in a ``with`` statement, or close it."""
 
-    def __init__(self, sinks: Sequence[Sink], interval: Interval) -> None:
+    def __init__(
+        self,
+        sinks: Sequence[Sink],
+        interval: Interval,
+        echo: Callable[[str], None] | None = None,
+        file: LogFile | None = None,
+    ) -> None:
         self._sinks = tuple(sinks)
         self._interval = interval
+        self._echo = echo
+        self._file = file
+
+    def say(self, line: str) -> None:
+        """Put a line on the screen and into ``--log-file``."""
+        if self._echo is not None:
+            self._echo(line)
+        self.note(line)
+
+    def note(self, text: str) -> None:
+        """Put lines into ``--log-file`` alone."""
+        if self._file is not None:
+            self._file.write(text)
+
+    def summary(self, config: Config, saved: int | None) -> Iterable[str]:
+        """The lines that end a run."""
+        for sink in self._sinks:
+            if isinstance(sink, Summary):
+                yield from sink.lines(config, saved)
 
     def iteration(self, record: IterationRecord) -> None:
         """Record one training iteration; call it once for each, in order."""
@@ -41,6 +68,8 @@ class Recorder:
         """Write out what is pending."""
         for sink in self._sinks:
             sink.close()
+        if self._file is not None:
+            self._file.close()
 
     def __enter__(self) -> Recorder:
         return self
@@ -81,9 +110,19 @@ def open_recorder(
         ConsoleSink(
             config.training.train_iters,
             log_throughput=g.log_throughput,
+            short=g.log_format == "short",
             echo=echo,
-        )
+        ),
+        Summary(),
     ]
+    file = None
+    if g.log_file is not None:
+        file = LogFile(g.log_file)
+        sinks.append(
+            ConsoleSink(
+                config.training.train_iters, log_throughput=g.log_throughput, echo=file.write
+            )
+        )
     if g.log_jsonl is not None:
         sinks.append(JsonlSink(g.log_jsonl, start_iteration))
     options = ScalarOptions(
@@ -115,4 +154,4 @@ def open_recorder(
                 log_interval=g.tensorboard_log_interval,
             )
         )
-    return Recorder(sinks, interval)
+    return Recorder(sinks, interval, echo or say, file)

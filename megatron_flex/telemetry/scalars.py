@@ -55,6 +55,10 @@ def iteration_scalars(record: IterationRecord, options: ScalarOptions) -> Iterat
             yield Scalar(name, value, by_samples=False)
     # Not in Megatron-LM.
     yield Scalar("tokens", record.tokens, by_samples=False)
+    rate = record.tokens / max(record.elapsed, 1e-9)
+    yield Scalar("tokens-per-second", rate, by_samples=False)
+    if record.plan:
+        yield Scalar("stages", record.plan.count("|") + 1, by_samples=False)
     for name, value in record.extra.items():
         yield Scalar(name, value, by_samples=False)
 
@@ -65,7 +69,6 @@ def interval_scalars(summary: IntervalSummary, options: ScalarOptions) -> Iterat
         return
     yield Scalar("iteration-time", summary.seconds_per_iteration, by_samples=False)
     yield Scalar("throughput", summary.throughput.tflops, by_samples=False)
-    yield Scalar("tokens-per-second", summary.throughput.tokens_per_second, by_samples=False)
     yield Scalar("padding", summary.throughput.padding_percent, by_samples=False)
     if summary.throughput.mfu_percent is not None:
         yield Scalar("mfu", summary.throughput.mfu_percent, by_samples=False)

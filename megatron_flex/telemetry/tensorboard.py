@@ -48,12 +48,17 @@ class TensorBoardSink:
             ) from error
         self._options = options
         self._log_interval = log_interval
+        self._plan = ""
 
     def iteration(self, record: IterationRecord) -> None:
-        """Points of an iteration, every ``--tensorboard-log-interval``."""
+        """Points of an iteration, every ``--tensorboard-log-interval``; each new plan as text."""
         if record.iteration % self._log_interval == 0:
             scalars = iteration_scalars(record, self._options)
             self._add(scalars, record.iteration, record.consumed_samples)
+
+        if record.plan != self._plan:
+            self._plan = record.plan
+            self._writer.add_text("plan", f"`{record.plan}`", record.iteration)
 
     def interval(self, summary: IntervalSummary) -> None:
         """Points of a log line."""

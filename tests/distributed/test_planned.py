@@ -146,7 +146,7 @@ def test_a_batch_that_fits_nowhere_is_refused_before_it_runs(
     with pytest.raises(WorkerError, match="no plan fits") as caught:
         workers.run(3, runs.train, tuple(flags(data, budget="0.0001")))
     text = str(caught.value)
-    assert re.search(r"device \d needs \d+ bytes with recompute and offload", text)
+    assert re.search(r"device \d needs [\d.]+ [kM]B with recompute and offload", text)
     assert caught.value.kind == "PlanError"
     budget = re.search(r"would do is \S+ MB \(--flexpipe-memory-budget-gb (\S+)\)", text)
     assert budget, text

@@ -9,6 +9,8 @@ from datetime import datetime
 from megatron_flex.telemetry.interval import Interval, IntervalSummary
 from megatron_flex.telemetry.log_line import (
     perplexity,
+    short_line,
+    short_validation_line,
     training_line,
     validation_lines,
 )
@@ -35,7 +37,7 @@ def test_the_line_has_megatrons_fields_and_two_more() -> None:
         " [2026-03-04 05:06:07.000089] iteration        7/     500 |"
         " consumed samples:          112 |"
         " elapsed time per iteration (ms): 500.0 |"
-        " tokens/s: 2000.0 | padding: 0.0% |"
+        " tokens/s: 2000.0 | padding: 0.0% | ETA: 4 min 6 s |"
         " learning rate: 1.000000E-03 |"
         " global batch size:    16 |"
         " lm loss: 4.000000E+00 |"
@@ -72,7 +74,30 @@ def test_without_the_additional_fields_it_is_megatrons_line() -> None:
     theirs += f" number of skipped iterations: {0:3d} |"
     theirs += f" number of nan iterations: {0:3d} |"
     ours = training_line(summary(r), 40, log_throughput=True, now=NOW)
-    assert re.sub(r" (tokens/s|padding): [0-9.]+%? \|", "", ours) == theirs
+    assert re.sub(r" (tokens/s|padding|ETA): [^|]+ \|", "", ours) == theirs
+
+
+def test_the_short_line_has_what_a_person_looks_for() -> None:
+    notes = {"plan": "(2,1,1)", "action": "③ more stages", "bubble": "12.4%"}
+    slow = record(1, elapsed=9.0)
+    one = record(2, losses={"lm loss": 3.0}, elapsed=2.0, notes=notes)
+    text = short_line(summary(slow, one), 500)
+    assert text == (
+        " iteration        2/     500 | lm loss: 3.5000 | 5.5 s/iteration | tokens/s: 182"
+        " | plan: (2,1,1) | action: ③ more stages | ETA: 16 min 36 s"
+    )
+    lost = short_line(summary(record(1, skipped=True, finite=False)), 1)
+    assert " | skipped: 1 | not finite: 1 | ETA: 0 s" in lost
+
+
+def test_the_eta_leaves_the_first_iteration_out() -> None:
+    records = [record(1, elapsed=60.0), *(record(k, elapsed=1.0) for k in range(2, 12))]
+    assert "ETA: 1 min 29 s" in short_line(summary(*records), 100)
+
+
+def test_a_short_validation_is_one_line() -> None:
+    text = short_validation_line(validation(10, losses={"lm loss": 2.0}))
+    assert text == " validation loss at iteration 10 | lm loss: 2.0000 | lm loss PPL: 7.389"
 
 
 def test_throughput_and_mfu_come_before_tokens() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -20,8 +21,8 @@ from tests.unit.telemetry.records import record, validation
 def test_the_flags_decide_what_is_recorded(tmp_path: Path) -> None:
     lines: list[str] = []
     c = config(
-        f"--log-interval 2 --log-throughput --device-peak-tflops 4 --log-jsonl {tmp_path}/log.jsonl"
-        f" --tensorboard-dir {tmp_path}/board"
+        "--log-interval 2 --log-format megatron --log-throughput --device-peak-tflops 4"
+        f" --log-jsonl {tmp_path}/log.jsonl --tensorboard-dir {tmp_path}/board"
     )
     with open_recorder(c, echo=lines.append) as recorder:
         for k in range(1, 5):
@@ -65,7 +66,55 @@ def test_the_other_workers_record_nothing(
 def test_lines_go_to_the_standard_output(capsys: pytest.CaptureFixture[str]) -> None:
     with open_recorder(config("--log-interval 1")) as recorder:
         recorder.iteration(record(1))
-    assert capsys.readouterr().out.startswith(" [20")
+        recorder.say("a word")
+    assert re.fullmatch(
+        r" iteration +1/ +20 \| lm loss: 4.0000 \|.* ETA: 10 s\na word\n", capsys.readouterr().out
+    )
+
+
+def test_the_log_file_gets_all_lines_in_full_and_grows(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "log.txt"
+    for k in (1, 2):
+        c = config(f"--log-interval 1 --log-file {path}")
+        with open_recorder(c, start_iteration=k - 1, echo=_ignore) as recorder:
+            recorder.note("arguments")
+            recorder.say("a word")
+            recorder.iteration(record(k))
+            recorder.validation(validation(k))
+    lines = path.read_text().splitlines()
+    assert len(lines) == 2 * 6
+    assert lines[:2] == ["arguments", "a word"]
+    assert "] iteration        1/      20 | consumed samples:" in lines[2]
+    assert lines[4].startswith(" validation loss at iteration 1 | lm loss value: 2.0")
+    assert "] iteration        2/      20 |" in lines[8]
+
+
+def test_a_log_file_that_cannot_be_written_is_one_clear_error(tmp_path: Path) -> None:
+    with pytest.raises(TelemetryError, match=f"--log-file {tmp_path} cannot be written"):
+        open_recorder(config(f"--log-file {tmp_path}"))
+
+
+def test_a_run_ends_with_a_summary(tmp_path: Path) -> None:
+    c = config(f"--save {tmp_path}/c --tensorboard-dir {tmp_path}/board --log-jsonl {tmp_path}/j")
+    plans = ["0:5@0 | 5:10@1", "0:5@0 | 5:10@1 ; recompute 1", "0:10@0", "0:5@0 | 5:10@1"]
+    with open_recorder(c, echo=_ignore) as recorder:
+        for k, plan in enumerate(plans, 1):
+            recorder.iteration(record(k, plan=plan, losses={"lm loss": float(5 - k)}))
+        recorder.validation(validation(4))
+        recorder.validation(validation(4, test=True, losses={"lm loss": 1.5}))
+        lines = list(recorder.summary(c, 4))
+    assert lines[1] == (
+        " trained: 4 iterations, up to iteration 4 of 20; 4,000 tokens in 2 s (2,000 tokens/s)"
+    )
+    assert lines[2].startswith(" lm loss: 2.5000, from 2.5000")
+    assert lines[3:] == [
+        " validation lm loss: 2.0000",
+        " test lm loss: 1.5000",
+        " plans: 2; switches: 2",
+        f" checkpoint: iteration 4 in {tmp_path}/c",
+        f" every iteration as JSON: {tmp_path}/j",
+        f" curves: tensorboard --logdir {tmp_path}/board",
+    ]
 
 
 def _ignore(_: str) -> None:

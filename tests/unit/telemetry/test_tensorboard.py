@@ -40,6 +40,7 @@ def test_the_series_are_megatrons(tmp_path: Path) -> None:
         "lm loss validation",
         "lm loss validation vs samples",
         "tokens",
+        "tokens-per-second",
     }
     assert found["lm loss"] == [(2, 2.0), (4, 4.0)]
     assert found["lm loss vs samples"] == [(32, 2.0), (64, 4.0)]

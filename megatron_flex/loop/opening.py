@@ -1,0 +1,153 @@
+"""What a run says before it begins: the model, the data, what is cut, and how long it may take."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from megatron_flex.config.config import Config
+from megatron_flex.data.batches import BatchSource
+from megatron_flex.data.microbatches import CostCoefficients
+from megatron_flex.loop.assemble import Parts
+from megatron_flex.loop.progress import Progress
+from megatron_flex.loop.setup import planner_setup
+from megatron_flex.planner.memory import total_parameters
+from megatron_flex.planner.plan import Plan
+from megatron_flex.planner.service import Service
+from megatron_flex.quantities import count, duration
+from megatron_flex.runtime.world import server_size
+
+_PIECE = 1 << 22  # samples looked at at a time
+_SAMPLED = 1 << 16  # lengths that the median is taken of
+_LOOKED_AT = 4  # batches that the estimated time is a mean of
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Samples of a source and their tokens."""
+
+    samples: int
+    tokens: int
+    median: int
+    longest: int
+
+
+def sizes(source: BatchSource) -> Sizes:
+    """Look at the lengths of all samples; no token is read."""
+    samples = tokens = longest = 0
+    looked_at = []
+    for one in source.sets:
+        size = one.selection.size
+        samples += size
+        for start in range(0, size, _PIECE):
+            lengths = one.lengths(np.arange(start, min(size, start + _PIECE), dtype=np.int64))
+            tokens += int(lengths.sum())
+            longest = max(longest, int(lengths.max()))
+            looked_at.append(lengths[:: 1 + len(lengths) // _SAMPLED])
+    return Sizes(samples, tokens, int(np.median(np.concatenate(looked_at))), longest)
+
+
+def data_lines(config: Config, source: BatchSource, found: Sizes) -> Iterator[str]:
+    """The training data, and what of it is left out."""
+    counts = [one.selection.counts for one in source.sets]
+    documents = sum(c.documents for c in counts)
+    yield (
+        f" training data: {count(found.tokens)} tokens in {found.samples:,} samples of"
+        f" {documents:,} documents; half of the samples have up to {found.median:,} tokens, the"
+        f" longest has {found.longest:,}"
+    )
+    truncated, cut = sum(c.truncated for c in counts), sum(c.cut_tokens for c in counts)
+    limit = f"--max-sample-length {config.data.max_sample_length}"
+    if "max_sample_length" not in config.given:
+        limit = f"--seq-length {config.model.seq_length}"
+    if truncated:
+        yield (
+            f"   cut: {truncated:,} samples ({truncated / found.samples:.1%}) are longer than"
+            f" {limit} and lose their ends, {cut / (found.tokens + cut):.1%} of all tokens"
+            " (--overlong drop leaves such samples out instead)"
+        )
+    dropped, no_target = sum(c.dropped for c in counts), sum(c.no_target for c in counts)
+    if dropped:
+        yield (
+            f"   left out: {dropped:,} documents ({dropped / documents:.1%}) are longer than"
+            f" {limit}"
+        )
+    if no_target:
+        yield f"   left out: {no_target:,} documents are too short to have anything to predict"
+    if not truncated and not dropped:
+        yield f"   cut: nothing; no sample is longer than {limit}"
+
+
+def model_line(config: Config, parts: Parts) -> str:
+    """The model in a line."""
+    m = parts.model
+    return (
+        f" model: {config.architecture.upper()} with {count(total_parameters(m))} parameters"
+        f" ({m.num_layers} layers of width {m.hidden_size}, vocabulary of {m.padded_vocab_size:,})"
+    )
+
+
+def opening(
+    config: Config, parts: Parts, plan: Plan, progress: Progress, coefficients: CostCoefficients
+) -> Iterator[str]:
+    """All lines, for a run that begins with ``plan`` after ``progress``."""
+    yield model_line(config, parts)
+    source = parts.train
+    if source is None:
+        return
+    found = sizes(source)
+    yield from data_lines(config, source, found)
+    t = config.training
+    left = t.train_iters - progress.iteration
+    if left <= 0:
+        return
+    samples = left * t.global_batch_size
+    if t.train_samples is not None:
+        samples = t.train_samples - progress.consumed_samples
+    text = (
+        f" this run: {left:,} iterations, {samples:,} samples, about"
+        f" {count(samples * found.tokens / found.samples)} tokens or"
+        f" {samples / found.samples:.3g} times through the data"
+    )
+    seconds = predicted(config, parts, plan, progress, coefficients)
+    if seconds is None:
+        yield f"{text}; how long it takes is in the log lines"
+        return
+    yield (
+        f"{text}; roughly {duration(left * seconds)} by the cost model ({seconds:.2g} s an"
+        " iteration), which the log lines' ETA corrects by what is measured"
+    )
+
+
+def predicted(
+    config: Config, parts: Parts, plan: Plan, progress: Progress, coefficients: CostCoefficients
+) -> float | None:
+    """Seconds of an iteration, by the cost model; ``None`` where it does not know the devices."""
+    f, world = config.flexpipe, config.world_size
+    if parts.train is None or (torch.cuda.is_available() and f.flexpipe_cluster is None):
+        return None
+    setup = planner_setup(config, parts, world, coefficients)
+    planner = Service(setup).planner
+    t, first = config.training, progress.consumed_samples
+    size = t.batch_sizes.size(first)
+    times = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a profile of other sizes: the estimate is rough anyway
+        for number in range(_LOOKED_AT):
+            lengths = parts.train.batch(first + number * size, size).lengths
+            finder = planner.finder([setup.cut.batch(lengths)])
+            times.append(finder.best_of(plan, None, "now").price.seconds)
+    return crowding(world) * sum(times) / len(times)
+
+
+def crowding(world_size: int) -> float:
+    """How many workers' threads share a core, at least one."""
+    if torch.cuda.is_available():
+        return 1.0
+    threads = server_size(world_size) * torch.get_num_threads()
+    return max(1.0, threads / len(os.sched_getaffinity(0)))
