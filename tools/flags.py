@@ -30,6 +30,10 @@ Differences from Megatron-LM:
   batch, so that it does not depend on how the batch is divided.
 - `--transformer-impl` is `local` and `--ckpt-format` is `torch_dcp` by default; Megatron-LM's
   defaults are among the values that are refused.
+- `--save` alone saves every 500 iterations and at the end; in Megatron-LM `--save-interval` has no
+  default.
+- The log line on the screen is short; `--log-file` gets Megatron-LM's, and with
+  `--log-format megatron` the screen does.
 - `--micro-batch-tokens` can take the place of `--micro-batch-size`, and then `--global-batch-size`
   has to be given. A global batch need not be a multiple of anything.
 - `--max-position-embeddings` may be left out, and `--seq-length` is the length of the longest

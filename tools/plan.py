@@ -4,6 +4,12 @@
     python tools/plan.py --model gpt-3.35b --cluster a100x16 --lengths 2560 300 120 90
     python tools/plan.py --model gpt-3.35b --cluster a100x16 --batch-file batches.txt --json
 
+    python tools/plan.py --workers 4 FLAGS-OF-A-TRAINING-COMMAND
+    python tools/plan.py --workers 4 --load CHECKPOINTS --use-checkpoint-args
+
+The last two plan the first batches of a run (``--batches``), as its flags or its checkpoint have
+it, and say what they would take on the plan of the flags.
+
 ``--batch-file`` has one global batch a line: the lengths of its samples in tokens, separated by
 spaces (blank lines and lines that begin with # are skipped). Its batches are planned one after the
 other, each decision from the plan before it. ``--mock-batches N`` draws N batches from the
@@ -33,6 +39,8 @@ from megatron_flex.data.errors import DataError
 from megatron_flex.data.global_batch import GlobalBatch
 from megatron_flex.data.microbatches import CostCoefficients, cut_by_tokens
 from megatron_flex.data.mock import mixture_lengths
+from megatron_flex.loop.questions import ABOUT, Run, read_run
+from megatron_flex.loop.setup import planner_setup
 from megatron_flex.model.config import ModelConfig
 from megatron_flex.planner.budget import budget_advice, smallest_budget
 from megatron_flex.planner.build import Batch
@@ -46,16 +54,24 @@ from megatron_flex.planner.options import PlannerOptions
 from megatron_flex.planner.plan import Plan, PlanError
 from megatron_flex.planner.planner import Planner
 from megatron_flex.planner.presets import MODELS, model
+from megatron_flex.planner.service import Service
 from megatron_flex.planner.switching import Running
 from megatron_flex.schedule.list_scheduler import POLICIES
+from megatron_flex.tokenizers.base import TokenizerError
 
 
-def parser() -> argparse.ArgumentParser:
-    """All flags."""
+def parser(beside_a_run: bool = False) -> argparse.ArgumentParser:
+    """All flags, or those that go with a training command's."""
     p = argparse.ArgumentParser(
         description=__doc__.split("\n\n")[0].removeprefix("#!/usr/bin/env python3\n"),
+        epilog=ABOUT,
         allow_abbrev=False,
     )
+    if beside_a_run:
+        p.add_argument("--batches", type=int, default=4, help="first batches of the run to plan")
+        p.add_argument("--current", help="the plan that runs before the first, in text form")
+        p.add_argument("--json", action="store_true", help="one JSON object a decision")
+        return p
     p.add_argument("--model", default="gpt-3.35b", help=f"one of {', '.join(MODELS)}")
     p.add_argument(
         "--cluster", default="a100x16",
@@ -148,12 +164,17 @@ def options(args: argparse.Namespace) -> PlannerOptions:
 
 
 def decisions(
-    planner: Planner, ways: Sequence[Sequence[Batch]], current: Plan | None
+    planner: Planner,
+    ways: Sequence[Sequence[Batch]],
+    current: Plan | None,
+    static: Plan | None = None,
 ) -> list[tuple[Decision, float]]:
-    """A decision for every batch and the seconds that it took."""
+    """A decision for every batch and the seconds that it took.
+
+    ``static``: the plan that is always among the candidates; default: the best single one.
+    """
     chosen = planner.options
-    static = None
-    if chosen.planner == "static" or chosen.lookahead > 1:
+    if static is None and (chosen.planner == "static" or chosen.lookahead > 1):
         static = planner.best_static(ways)
     hbsa = Hbsa(planner)
     lookahead = None if static is None else Lookahead(planner, static, hbsa)
@@ -200,8 +221,42 @@ def smallest(
     return budget_advice(size, "--memory-budget-gb", reserved)
 
 
+def of_a_run(run: Run, number: int) -> tuple[Planner, list[list[Batch]]]:
+    """The planner of a training command with --flexpipe, and the first batches."""
+    if number < 1:
+        raise ValueError("--batches must be at least 1")
+    setup = planner_setup(run.config, run.parts, run.config.world_size, run.coefficients)
+    ways = [[setup.cut.batch(lengths)] for lengths in run.lengths(number)]
+    return Service(setup).planner, ways
+
+
+def compared(
+    planner: Planner, ways: Sequence[Sequence[Batch]], static: Plan, found: Sequence[Decision]
+) -> list[str]:
+    """The mean time of the plans found beside that of one plan."""
+    chosen = sum(d.predicted.total for d in found) / len(found)
+    times = []
+    for number, batch in enumerate(ways, 1):
+        finder = planner.finder(batch)
+        candidate = planner.fitted(finder, finder.best_of(static, None, "static"))
+        if not candidate.price.fits:
+            return [f"batch {number} of {len(ways)} does not fit the plan of the flags: {static}"]
+        times.append(planner.choose(finder, [candidate], None).predicted.seconds)
+    mean = sum(times) / len(times)
+    return [
+        f"over {len(ways)} batches, by the cost model: {chosen:.4f} s an iteration with --flexpipe,"
+        f" {mean:.4f} s on the plan of the flags ({mean / chosen:.2f} times as long): {static}"
+    ]
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    args = parser().parse_args(argv)
+    try:
+        args, run = read_run(parser, argv)
+        if run is not None:
+            return answer(args, run)
+    except (DataError, PlanError, TokenizerError, ValueError, OSError) as error:
+        print(f"plan: {error}", file=sys.stderr)
+        return 1
     try:
         config, cluster = model(args.model), load(args.cluster)
         profile = (
@@ -219,8 +274,34 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ClusterError, ProfileError, DataError, PlanError, ValueError, OSError) as error:
         print(f"plan: {error}", file=sys.stderr)
         return 1
+    show(args.json, config, ways, found)
+    return 0
+
+
+def answer(args: argparse.Namespace, run: Run) -> int:
+    """For the flags of a training command."""
+    planner, ways = of_a_run(run, args.batches)
+    current = Plan.parse(args.current) if args.current else None
+    if current is not None:
+        current.check(run.parts.model.layers.num_units, run.config.world_size)
+    found = decisions(planner, ways, current, run.parts.plan)
+    if not args.json:
+        print("\n".join(line.removeprefix(" ") for line in run.lines()), "\n")
+    show(args.json, run.parts.model, ways, found)
+    if not args.json:
+        print("\n".join(compared(planner, ways, run.parts.plan, [d for d, _ in found])))
+    return 0
+
+
+def show(
+    as_json: bool,
+    config: ModelConfig,
+    ways: Sequence[Sequence[Batch]],
+    found: Sequence[tuple[Decision, float]],
+) -> None:
+    """Print decisions."""
     for number, (decision, seconds) in enumerate(found):
-        if args.json:
+        if as_json:
             data = {"batch": number, "planner_seconds": seconds, **json.loads(decision.to_json())}
             print(json.dumps(data))
         else:
@@ -230,7 +311,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             tokens = ways[number][decision.micro_batching].tokens
             print(f"micro-batches: {len(tokens)} of up to {tokens.max():.0f} tokens")
             print(f"decided in {seconds * 1e3:.1f} ms\n")
-    return 0
 
 
 if __name__ == "__main__":

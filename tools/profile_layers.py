@@ -5,6 +5,11 @@
     python tools/profile_layers.py --hidden-size 256 --num-attention-heads 8 \\
         --vocab-size 2000 --output cpu.json                                      # on a CPU
 
+    python tools/profile_layers.py --output runs/mine/profile.json FLAGS-OF-A-TRAINING-COMMAND
+
+The last measures the layers of a run, as its flags or (--load, --use-checkpoint-args) a checkpoint
+have it, on micro-batches as large as its own.
+
 Forward, input half and weight half of the backward, activation bytes and optimizer updates of each
 kind of unit over a grid of token counts and sample lengths, and the bandwidth of the links; then
 the errors of the fit on the grid and on random micro-batches that it has not seen. Use it with
@@ -28,14 +33,20 @@ if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from tqdm import tqdm
 
 from megatron_flex.cluster.cluster import Link
 from megatron_flex.cluster.profile import ProfileError
+from megatron_flex.data.bar import progress_bar
+from megatron_flex.data.errors import DataError
+from megatron_flex.data.global_batch import GlobalBatch
+from megatron_flex.loop.iteration import cut
+from megatron_flex.loop.questions import ABOUT, Run, read_run
 from megatron_flex.model.config import ModelConfig
+from megatron_flex.planner.plan import PlanError
 from megatron_flex.planner.presets import MODELS, model
 from megatron_flex.profiling import (
     Workbench,
@@ -48,17 +59,37 @@ from megatron_flex.profiling import (
     runs,
     whole,
 )
+from megatron_flex.tokenizers.base import TokenizerError
 
+TOKENS = [64, 128, 256, 512, 1024, 2048]
 SMALL, LARGE = 1 << 10, 1 << 24
 """Bytes of the two messages whose times give a link's latency and bandwidth."""
 
 
-def parser() -> argparse.ArgumentParser:
-    """All flags."""
+def parser(beside_a_run: bool = False) -> argparse.ArgumentParser:
+    """All flags, or those that go with a training command's."""
     p = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
+        allow_abbrev=False, epilog=ABOUT,
     )  # fmt: skip
+    if not beside_a_run:
+        _model(p)
+    p.add_argument("--device", help="default: cuda where there is one, else cpu")
+    p.add_argument(
+        "--tokens", type=int, nargs="+",
+        help="tokens of the measured micro-batches; default: 64 to 2048, or what fits the run",
+    )  # fmt: skip
+    p.add_argument("--lengths", type=int, nargs="+", default=[32, 128, 512],
+                   help="lengths of their samples, besides one sample alone")  # fmt: skip
+    p.add_argument("--repeats", type=int, default=9, help="interleaved repeats; medians are kept")
+    p.add_argument("--held-out", type=int, default=24, help="random micro-batches to predict")
+    p.add_argument("--no-links", action="store_true", help="do not measure links")
+    p.add_argument("--output", type=Path, default=Path("profile.json"),
+                   help="where the profile is written; default: profile.json")  # fmt: skip
+    return p
+
+
+def _model(p: argparse.ArgumentParser) -> None:
     p.add_argument("--model", help=f"one of {', '.join(MODELS)}; or give its sizes:")
     p.add_argument("--hidden-size", type=int, default=256)
     p.add_argument("--ffn-hidden-size", type=int, help="default: four times the hidden size")
@@ -72,18 +103,6 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--hidden-dropout", type=float, default=0.1)
     p.add_argument("--attention-dropout", type=float, default=0.1)
     p.add_argument("--bf16", action="store_true")
-    p.add_argument("--device", help="default: cuda where there is one, else cpu")
-    p.add_argument(
-        "--tokens", type=int, nargs="+", default=[64, 128, 256, 512, 1024, 2048],
-        help="tokens of the measured micro-batches",
-    )  # fmt: skip
-    p.add_argument("--lengths", type=int, nargs="+", default=[32, 128, 512],
-                   help="lengths of their samples, besides one sample alone")  # fmt: skip
-    p.add_argument("--repeats", type=int, default=9, help="interleaved repeats; medians are kept")
-    p.add_argument("--held-out", type=int, default=24, help="random micro-batches to predict")
-    p.add_argument("--no-links", action="store_true", help="do not measure links")
-    p.add_argument("--output", type=Path, required=True, help="where the profile is written")
-    return p
 
 
 def config_of(args: argparse.Namespace) -> ModelConfig:
@@ -110,6 +129,29 @@ def config_of(args: argparse.Namespace) -> ModelConfig:
         attention_dropout=args.attention_dropout,
         params_dtype="bfloat16" if args.bf16 else "float32",
     )
+
+
+def of_a_run(run: Run, longest: int) -> ModelConfig:
+    """The model of a training command, with positions for ``longest`` tokens."""
+    config = run.parts.model
+    return replace(config, max_position_embeddings=max(config.max_position_embeddings, longest))
+
+
+def tokens_of(run: Run | None) -> list[int]:
+    """Token counts up to the largest micro-batch of a run, each half of the next."""
+    if run is None:
+        return TOKENS
+    config = run.config
+    batches = (cut_lengths(run, lengths) for lengths in run.lengths(8))
+    largest = max(config.data.micro_batch_tokens or 0, *map(max, batches))
+    return sorted({max(16, largest >> i) for i in range(6)})
+
+
+def cut_lengths(run: Run, lengths: tuple[int, ...]) -> list[int]:
+    """Tokens of the micro-batches of a batch."""
+    array = np.asarray(lengths, dtype=np.int64)
+    batch = GlobalBatch(0, array, (int(array.sum()),))
+    return [m.tokens for m in cut(run.config, batch, run.coefficients)]
 
 
 def host_link(device: torch.device) -> Link:
@@ -177,19 +219,24 @@ def intra_link(device: torch.device) -> Link | None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    args = parser().parse_args(argv)
+    try:
+        args, run = read_run(parser, argv)
+    except (DataError, PlanError, TokenizerError, ValueError, OSError) as error:
+        print(f"profile: {error}", file=sys.stderr)
+        return 1
+    args.tokens = args.tokens or tokens_of(run)
     chosen = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     device = torch.device(chosen)
     if device.type == "cpu":
         torch.set_num_threads(1)
     try:
-        config = config_of(args)
+        config = config_of(args) if run is None else of_a_run(run, max(args.tokens))
         bench = Workbench(config, device)
         shapes = grid(args.tokens, args.lengths)
         unseen = random_shapes(
             args.held_out, (min(args.tokens), max(args.tokens)), max(args.tokens), seed=1
         )
-        with tqdm(total=runs([*shapes, *unseen], args.repeats), unit="run", disable=None) as bar:
+        with progress_bar(runs([*shapes, *unseen], args.repeats), "measure", unit=" runs") as bar:
             everything = measure(bench, [*shapes, *unseen], args.repeats, bar.update)
         known = {(s.tokens, s.squares) for s in shapes}
         seen = {k: [p for p in v if (p.tokens, p.squares) in known] for k, v in everything.items()}
@@ -200,11 +247,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         between = None if args.no_links else intra_link(device)
         if between is not None:
             links["intra"] = between
+        title = "this run" if run is not None else args.model or "model"
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU core"
-        profile = fit(bench, seen, shapes, f"{args.model or 'model'} on {name}", links)
+        profile = fit(bench, seen, shapes, f"{title} on {name}", links)
     except (ProfileError, ValueError) as error:
         print(f"profile: {error}", file=sys.stderr)
         return 1
+    args.output.parent.mkdir(parents=True, exist_ok=True)
     profile.save(args.output)
     print(f"\n{'unit':<10} {'part':<15} {'fitted (median, p90)':<22} unseen (median, p90)")
     fitted, unfitted = held_out(profile, seen), held_out(profile, rest)

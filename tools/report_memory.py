@@ -5,6 +5,12 @@
         --lengths 2560 300 120 90 --micro-batch-tokens 1024
     python tools/report_memory.py --model gpt-13b --stages 8 --devices 8 --mock-samples 32 --compare
 
+    python tools/report_memory.py --workers 4 FLAGS-OF-A-TRAINING-COMMAND
+    python tools/report_memory.py --workers 4 --load CHECKPOINTS --use-checkpoint-args
+
+The last two report on the plan of the flags, with the batch that has the longest sample among the
+first ``--batches`` of the run.
+
 ``--plan`` is a plan's text form, with what it does for its memory: ``; recompute 1-4 ; optimizer
 5,6 ; activations 8``. ``--stages`` cuts an even layout by cost instead. The peak is found by going
 through the very instruction lists that workers would run. ``--budget-gb`` says which devices are
@@ -26,10 +32,13 @@ ROOT = Path(__file__).resolve().parent.parent
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
+from megatron_flex.data.errors import DataError
 from megatron_flex.data.global_batch import GlobalBatch
 from megatron_flex.data.microbatch import MicroBatch
 from megatron_flex.data.microbatches import CostCoefficients, cut_by_tokens
 from megatron_flex.data.mock import mixture_lengths
+from megatron_flex.loop.iteration import cut
+from megatron_flex.loop.questions import ABOUT, heaviest, read_run
 from megatron_flex.model.config import ModelConfig
 from megatron_flex.model.layers import Kind
 from megatron_flex.planner.flops import model_work, total_work
@@ -40,6 +49,7 @@ from megatron_flex.planner.plan import OPlan, Plan, PlanError
 from megatron_flex.planner.presets import MODELS, model
 from megatron_flex.planner.static import static_plan
 from megatron_flex.programs import build_program
+from megatron_flex.tokenizers.base import TokenizerError
 
 
 @dataclass(frozen=True)
@@ -58,12 +68,25 @@ class Row:
         return max(self.peak, self.updates)
 
 
-def parser() -> argparse.ArgumentParser:
-    """All flags."""
+def parser(beside_a_run: bool = False) -> argparse.ArgumentParser:
+    """All flags, or those that go with a training command's."""
     p = argparse.ArgumentParser(
         description=__doc__.split("\n\n")[0].removeprefix("#!/usr/bin/env python3\n"),
+        epilog=ABOUT,
         allow_abbrev=False,
     )
+    if not beside_a_run:
+        _without_a_run(p)
+    else:
+        p.add_argument("--batches", type=int, default=100, help="first batches to look through")
+        p.add_argument("--plan", help="another plan than that of the flags, in text form")
+    p.add_argument("--budget-gb", type=float, help="of a device, in 10^9 bytes")
+    p.add_argument("--compare", action="store_true", help="other memory optimisations beside it")
+    p.add_argument("--json", action="store_true", help="one JSON object a plan, nothing else")
+    return p
+
+
+def _without_a_run(p: argparse.ArgumentParser) -> None:
     p.add_argument("--model", default="gpt-3.35b", help=f"one of {', '.join(MODELS)}")
     p.add_argument("--float32", action="store_true", help="the model in float32, not bfloat16")
     plan = p.add_mutually_exclusive_group(required=True)
@@ -77,10 +100,6 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--micro-batch-tokens", type=int, default=1024, help="as in training")
     p.add_argument("--schedule", choices=["1f1b", "gpipe"], default="1f1b", help="as in training")
     p.add_argument("--bitwise", action="store_true", help="with --flexpipe-bitwise")
-    p.add_argument("--budget-gb", type=float, help="of a device, in 10^9 bytes")
-    p.add_argument("--compare", action="store_true", help="other memory optimisations beside it")
-    p.add_argument("--json", action="store_true", help="one JSON object a plan, nothing else")
-    return p
 
 
 def micro_batches(args: argparse.Namespace, config: ModelConfig) -> tuple[MicroBatch, ...]:
@@ -108,8 +127,13 @@ def plans(args: argparse.Namespace, config: ModelConfig) -> tuple[int, dict[str,
             raise ValueError(f"{devices} devices are no multiple of --stages {args.stages}")
         plan = static_plan(config, args.stages, devices)
     plan.check(config.layers.num_units, devices)
+    return devices, beside(config, plan, compare=args.compare)
+
+
+def beside(config: ModelConfig, plan: Plan, *, compare: bool) -> dict[str, Plan]:
+    """A plan, and the same layout with other memory optimisations, by name."""
     found = {"as given" if plan.o_plan else "none": plan}
-    if args.compare:
+    if compare:
         halves = tuple(u.index for u in config.layers.units if u.layer is not None)
         attention = tuple(u.index for u in config.layers.units if u.kind is Kind.ATTENTION)
         every = tuple(range(config.layers.num_units))
@@ -129,7 +153,7 @@ def plans(args: argparse.Namespace, config: ModelConfig) -> tuple[int, dict[str,
                 if not other.o_plan.shard:
                     continue  # no stage has replicas
             found.setdefault(name, other)
-    return devices, found
+    return found
 
 
 def report(
@@ -137,11 +161,13 @@ def report(
     plan: Plan,
     devices: int,
     parts: Sequence[MicroBatch],
-    args: argparse.Namespace,
+    *,
+    bitwise: bool,
+    schedule: str,
 ) -> list[Row]:
     """The devices that hold a stage."""
-    footprint = Footprint(config, exact=args.bitwise)
-    program = build_program(config, plan, parts, devices, policy=args.schedule)
+    footprint = Footprint(config, exact=bitwise)
+    program = build_program(config, plan, parts, devices, policy=schedule)
     rows = []
     for device in plan.devices:
         stages = [plan.stages[n] for n in plan.stages_of(device)]
@@ -194,30 +220,50 @@ def table_of_devices(rows: Sequence[Row], budget: float | None) -> list[str]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    args = parser().parse_args(argv)
     try:
-        config = model(args.model)
-        if args.float32:
-            config = replace(config, params_dtype="float32")
-        parts = micro_batches(args, config)
-        devices, listed = plans(args, config)
-        found = {name: report(config, p, devices, parts, args) for name, p in listed.items()}
-    except (PlanError, ValueError) as error:
+        args, run = read_run(parser, argv)
+        if run is None:
+            name, config = args.model, model(args.model)
+            if args.float32:
+                config = replace(config, params_dtype="float32")
+            parts = micro_batches(args, config)
+            devices, listed = plans(args, config)
+            bitwise, schedule = args.bitwise, args.schedule
+        else:
+            name, config, devices = "this run", run.parts.model, run.config.world_size
+            lengths = heaviest(run.lengths(max(1, args.batches)))
+            array = np.asarray(lengths, dtype=np.int64)
+            batch = GlobalBatch(0, array, (int(array.sum()),))
+            parts = cut(run.config, batch, run.coefficients)
+            plan = Plan.parse(args.plan) if args.plan else run.parts.plan
+            plan.check(config.layers.num_units, devices)
+            listed = beside(config, plan, compare=args.compare)
+            bitwise = run.config.flexpipe.flexpipe_bitwise
+            schedule = run.config.flexpipe.flexpipe_schedule or "1f1b"
+        found = {
+            key: report(config, p, devices, parts, bitwise=bitwise, schedule=schedule)
+            for key, p in listed.items()
+        }
+    except (DataError, PlanError, TokenizerError, ValueError, OSError) as error:
         print(f"report_memory: {error}", file=sys.stderr)
         return 1
     budget = None if args.budget_gb is None else args.budget_gb * 1e9
+    if budget is None and run is not None:
+        budget = run.config.flexpipe.memory_budget
     tokens = [m.tokens for m in parts]
     if args.json:
-        for name, rows in found.items():
+        for key, rows in found.items():
             each = [vars(row) | {"most": row.most} for row in rows]
-            head = {"name": name, "plan": str(listed[name]), "micro_batches": tokens}
+            head = {"name": key, "plan": str(listed[key]), "micro_batches": tokens}
             print(json.dumps({**head, "devices": each}))
         return 0
-    print(f"{args.model}: {total_parameters(config):,} parameters in {config.params_dtype};"
+    if run is not None:
+        print("\n".join(line.removeprefix(" ") for line in run.lines()))
+    print(f"{name}: {total_parameters(config):,} parameters in {config.params_dtype};"
           f" {len(parts)} micro-batches of {min(tokens)} to {max(tokens)} tokens")  # fmt: skip
     print("\n".join(table_of_units(config)))
-    for name, rows in found.items():
-        print(f"\n{name}: {listed[name]}")
+    for key, rows in found.items():
+        print(f"\n{key}: {listed[key]}")
         print("\n".join(table_of_devices(rows, budget)))
     return 0
 

@@ -5,17 +5,19 @@
 
 The model loses nothing: text is not normalised, runs of blanks and newlines are kept, and
 characters that it does not know become bytes. It has <CLS> <SEP> <EOD> <MASK> <pad> pieces, so it
-serves GPT and BERT. The same input gives the same file: one thread, evenly spaced documents.
+serves GPT and BERT, and what --special-tokens adds. The same input gives the same file: one thread,
+evenly spaced documents.
 """
 
 from __future__ import annotations
 
 import argparse
 import io
+import json
 import os
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import sentencepiece
@@ -26,6 +28,9 @@ if __name__ == "__main__":  # from a clone, without installing
 from megatron_flex.data.errors import DataError
 from megatron_flex.data.jsonl import parse, read_lines
 
+RESERVED = ("<unk>", "<s>", "</s>", "<pad>", "<CLS>", "<SEP>", "<EOD>", "<MASK>")
+"""Pieces that every model has."""
+
 
 def sample(path: str, keys: list[str], max_characters: int) -> list[str]:
     """Texts of evenly spaced documents, about ``max_characters`` characters in all.
@@ -35,9 +40,26 @@ def sample(path: str, keys: list[str], max_characters: int) -> list[str]:
     """
     total = sum(sum(map(len, texts)) for texts in _texts(path, keys))
     if total == 0:
-        raise DataError(f"--input {path}: no line has text in {', '.join(keys)}")
+        raise DataError(
+            f"--input {path}: no line has text in {', '.join(keys)}; {_what_it_has(path)}"
+        )
     every = -(-total // max_characters)
     return [text for i, texts in enumerate(_texts(path, keys)) if i % every == 0 for text in texts]
+
+
+def _what_it_has(path: str) -> str:
+    """The keys with texts in a file's first lines, for a message."""
+    found: dict[str, None] = {}
+    for line, _ in zip(read_lines(path), range(100), strict=False):
+        try:
+            record = json.loads(line.content)
+        except ValueError:
+            continue
+        if isinstance(record, dict):
+            found |= dict.fromkeys(k for k, v in record.items() if isinstance(v, (str, list)))
+    if not found:
+        return "its first lines are no JSON objects with texts, one a line"
+    return f"its lines have texts in {', '.join(found)}: give one of them to --json-keys"
 
 
 def _texts(path: str, keys: list[str]) -> Iterator[list[str]]:
@@ -47,8 +69,8 @@ def _texts(path: str, keys: list[str]) -> Iterator[list[str]]:
             yield ["".join(sentences) for sentences in parsed.texts.values()]
 
 
-def train(texts: list[str], vocab_size: int, model_type: str) -> bytes:
-    """The model file.
+def train(texts: list[str], vocab_size: int, model_type: str, special: Sequence[str] = ()) -> bytes:
+    """The model file; ``special``: texts that are one piece each, wherever they stand.
 
     Raises:
         DataError: the texts are too few for so large a vocabulary.
@@ -69,7 +91,7 @@ def train(texts: list[str], vocab_size: int, model_type: str) -> bytes:
             remove_extra_whitespaces=False,
             add_dummy_prefix=False,
             allow_whitespace_only_pieces=True,
-            user_defined_symbols=["\n"],
+            user_defined_symbols=["\n", *special],
             control_symbols=["<CLS>", "<SEP>", "<EOD>", "<MASK>"],
             pad_id=3,
             minloglevel=2,
@@ -104,6 +126,13 @@ def main(words: list[str] | None = None) -> int:
     parser.add_argument("--output", type=Path, required=True, help="model file to write")
     parser.add_argument("--json-keys", nargs="+", default=["text"], help="values to train on")
     parser.add_argument("--vocab-size", type=int, default=8192, help="number of pieces")
+    parser.add_argument(
+        "--special-tokens",
+        nargs="+",
+        default=[],
+        metavar="TEXT",
+        help="texts that are one piece each wherever they stand, such as '<|user|>'",
+    )
     parser.add_argument("--model-type", choices=("bpe", "unigram"), default="bpe")
     parser.add_argument(
         "--max-characters", type=int, default=4_000_000, help="characters to train on"
@@ -112,8 +141,14 @@ def main(words: list[str] | None = None) -> int:
     try:
         if flags.max_characters < 1:
             raise DataError("--max-characters must be at least 1")
+        clash = {"\n", "", *RESERVED} & set(flags.special_tokens)
+        if clash or len(set(flags.special_tokens)) < len(flags.special_tokens):
+            raise DataError(
+                "--special-tokens must differ from each other, and from those that every model has:"
+                f" {', '.join(RESERVED)}"
+            )
         texts = sample(flags.input, flags.json_keys, flags.max_characters)
-        content = train(texts, flags.vocab_size, flags.model_type)
+        content = train(texts, flags.vocab_size, flags.model_type, flags.special_tokens)
         write(flags.output, content)
     except (DataError, OSError) as error:
         print(f"train_tokenizer: {error}", file=sys.stderr)

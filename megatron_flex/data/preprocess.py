@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import multiprocessing
-import sys
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -16,8 +15,8 @@ from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
-from tqdm import tqdm
 
+from megatron_flex.data.bar import progress_bar
 from megatron_flex.data.encode import (
     Encoded,
     EncodeOptions,
@@ -168,16 +167,7 @@ def _partition(
             )
             for key in options.encode.keys
         }
-        bar = stack.enter_context(
-            tqdm(
-                total=size,
-                unit="B",
-                unit_scale=True,
-                position=number,
-                desc="tokenize",
-                mininterval=0.5 if sys.stderr.isatty() else 10,
-            )
-        )
+        bar = stack.enter_context(progress_bar(size, "tokenize", unit="B", position=number))
         reported = 0
         for encoded in _encode(options, lines):
             for documents in encoded.documents:

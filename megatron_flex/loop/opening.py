@@ -69,7 +69,6 @@ def data_lines(config: Config, source: BatchSource, found: Sizes) -> Iterator[st
         yield (
             f"   cut: {truncated:,} samples ({truncated / found.samples:.1%}) are longer than"
             f" {limit} and lose their ends, {cut / (found.tokens + cut):.1%} of all tokens"
-            " (--overlong drop leaves such samples out instead)"
         )
     dropped, no_target = sum(c.dropped for c in counts), sum(c.no_target for c in counts)
     if dropped:
@@ -78,7 +77,10 @@ def data_lines(config: Config, source: BatchSource, found: Sizes) -> Iterator[st
             f" {limit}"
         )
     if no_target:
-        yield f"   left out: {no_target:,} documents are too short to have anything to predict"
+        yield (
+            f"   left out: {no_target:,} documents without a target (too short, or of one sentence"
+            " where BERT learns the order of two)"
+        )
     if not truncated and not dropped:
         yield f"   cut: nothing; no sample is longer than {limit}"
 

@@ -111,3 +111,18 @@ def test_a_directory_that_cannot_be_written_is_one_clear_error(tmp_path: Path) -
     (tmp_path / "file").write_text("")
     with pytest.raises(TelemetryError, match=r"--tensorboard-dir .* cannot be written"):
         TensorBoardSink(str(tmp_path / "file" / "runs"), ScalarOptions(world_size=1))
+
+
+def test_each_new_plan_is_a_text_and_its_stages_a_number(tmp_path: Path) -> None:
+    sink = TensorBoardSink(str(tmp_path), ScalarOptions(world_size=4))
+    for k, plan in enumerate(["0:8@0", "0:8@0", "0:4@0 | 4:8@1 ; recompute 1"], 1):
+        sink.iteration(record(k, plan=plan))
+    sink.close()
+    assert series(tmp_path)["stages"] == [(1, 1.0), (2, 1.0), (3, 2.0)]
+    name = "tensorboard.backend.event_processing.event_accumulator"
+    events: Any = importlib.import_module(name).EventAccumulator(str(tmp_path))
+    events.Reload()
+    texts = [
+        (e.step, e.tensor_proto.string_val[0].decode()) for e in events.Tensors("plan/text_summary")
+    ]
+    assert texts == [(1, "`0:8@0`"), (3, "`0:4@0 | 4:8@1 ; recompute 1`")]

@@ -58,6 +58,17 @@ def test_the_same_input_gives_the_same_file(corpus: Path, model: str, tmp_path: 
     assert [p.name for p in tmp_path.iterdir()] == ["again.model"]
 
 
+def test_special_tokens_are_one_piece_each(corpus: Path, tmp_path: Path) -> None:
+    output = tmp_path / "special.model"
+    words = ["--input", str(corpus), "--output", str(output), "--vocab-size", "400"]
+    assert main([*words, "--special-tokens", "<|user|>", "<|tool|>"]) == 0
+    tokenizer = build_tokenizer("SentencePieceTokenizer", tokenizer_model=str(output))
+    ids = tokenizer.encode("x<|user|>y<|tool|><|user|>")
+    assert ids[1] == ids[-1] != ids[-2]
+    assert tokenizer.decode(ids) == "x<|user|>y<|tool|><|user|>"
+    assert len(ids) == 5
+
+
 def test_long_inputs_are_sampled_evenly(corpus: Path, tmp_path: Path) -> None:
     output = tmp_path / "m.model"
     words = ["--input", str(corpus), "--output", str(output), "--vocab-size", "340"]
@@ -69,7 +80,12 @@ def test_long_inputs_are_sampled_evenly(corpus: Path, tmp_path: Path) -> None:
     ("words", "message"),
     [
         (["--vocab-size", "100000"], "--vocab-size 100000"),
-        (["--vocab-size", "400", "--json-keys", "txt"], "no line has text in txt"),
+        (
+            ["--vocab-size", "400", "--json-keys", "txt"],
+            "no line has text in txt; its lines have texts in text: give one of them to",
+        ),
+        (["--vocab-size", "400", "--special-tokens", "<EOD>"], "--special-tokens must differ"),
+        (["--vocab-size", "400", "--special-tokens", "<a>", "<a>"], "--special-tokens must differ"),
         (["--max-characters", "0"], "--max-characters"),
     ],
 )
