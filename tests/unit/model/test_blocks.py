@@ -10,8 +10,16 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from megatron_flex.data.packed import PackedBatch
-from megatron_flex.model.blocks import Block, HeadBlock, build_block, build_shell, decays
+from megatron_flex.model.blocks import (
+    Block,
+    HeadBlock,
+    LayerBlock,
+    build_block,
+    build_shell,
+    decays,
+)
 from megatron_flex.model.config import ModelConfig, loss_names
+from megatron_flex.model.keys import EMBEDDING_SITE, attention_site
 from megatron_flex.model.layers import Kind
 from tests.close import assert_close
 from tests.unit.model.support import (
@@ -371,3 +379,51 @@ def test_a_shell_computes_once_its_parameters_are_bound() -> None:
             for name, parameter in parameters.items():
                 shell.bind(name, parameter)
     assert torch.equal(run(shells, batch), run(blocks, batch))
+
+
+def test_every_place_with_dropout_drops_in_its_own_way() -> None:
+    config = make_config(**{**DROPOUT, "hidden_dropout": 0.5})
+    blocks = build_model(config)
+    embedded = blocks[0](None, make_batch((40, 20), config))
+    assert 0.4 < (embedded == 0).float().mean() < 0.6
+    layers = [block for block in blocks if isinstance(block, LayerBlock)]
+    sites = [block._bda.site for block in layers]
+    for block in layers:
+        if block.unit.kind is Kind.ATTENTION:
+            options = block.layer.self_attention.core_attention._options[True]
+            assert options.layer == block.unit.layer
+            sites.append(attention_site(options.layer))
+    assert len({EMBEDDING_SITE, *sites}) == 1 + 3 * config.num_layers
+
+
+def test_a_cut_sample_is_refused_by_attention() -> None:
+    config = make_config()
+    batch = dataclasses.replace(make_batch((5,), config), starts=(3,))
+    blocks = build_model(config)
+    with pytest.raises(ValueError, match="whole"):
+        blocks[1](blocks[0](None, batch), batch)
+
+
+@pytest.mark.parametrize("make", [make_config, make_bert])
+def test_rows_that_pad_the_vocabulary_change_no_gradient(make: Any) -> None:
+    plain = make(vocab_size=50, padded_vocab_size=50)
+    padded = make(vocab_size=50, padded_vocab_size=72)
+    batch = make_batch((11, 6), plain)
+    found = []
+    for config in (plain, padded):
+        blocks = build_model(config)
+        parameters = named_parameters(blocks)
+        generator = torch.Generator().manual_seed(5)
+        with torch.no_grad():
+            for parameter in parameters.values():
+                rows = slice(50 if parameter.shape[0] == config.padded_vocab_size else None)
+                part = parameter[rows]
+                part.copy_(torch.randn(part.shape, generator=generator) * 0.3)
+        run(blocks, batch).sum().backward()
+        found.append({n: p.grad for n, p in parameters.items()})
+    for name, expected in found[0].items():
+        grad = found[1][name]
+        assert expected is not None
+        assert grad is not None
+        assert not grad[len(expected) :].any(), name
+        assert_close(grad[: len(expected)], expected, 1e-5, name, least=0.1)

@@ -53,3 +53,10 @@ def test_only_the_input_is_kept_for_the_backward_pass() -> None:
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
         SwiGLU(None)(x)
     assert [t.data_ptr() for t in kept] == [x.data_ptr()]
+
+
+def test_a_type_without_a_kernel_has_the_same_formula() -> None:
+    x = torch.randn(3, 10, dtype=torch.float64, requires_grad=True)
+    gate, up = x.chunk(2, dim=-1)
+    assert_close(SwiGLU(None)(x), gate * torch.sigmoid(gate) * up, 1e-12)
+    assert torch.autograd.gradcheck(SwiGLU(None), x)
