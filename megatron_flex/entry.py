@@ -26,7 +26,7 @@ def pretrain_main(architecture: Architecture) -> NoReturn:
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
         for message in _SAID_FOR_NOTHING:
             warnings.filterwarnings("ignore", message=message)
-        config = parse(architecture=architecture, saved_values=_saved_values)
+        config = parse(architecture=architecture, saved_values=saved_values)
         # torch and megatron-core take seconds to import: a wrong flag is said before.
         from megatron_flex.training import pretrain
 
@@ -35,7 +35,7 @@ def pretrain_main(architecture: Architecture) -> NoReturn:
     run(main)
 
 
-def _saved_values(config: Config) -> Mapping[str, Any]:
+def saved_values(config: Config) -> Mapping[str, Any]:
     """The options that the checkpoint was written with, for ``--use-checkpoint-args``."""
     from megatron_flex.checkpoint.errors import CheckpointError
     from megatron_flex.loop.checkpointing import saved_arguments

@@ -126,7 +126,7 @@ class Trainer:
         self.schedule = LearningRateSchedule(config.learning_rate, t)
         stored = config.checkpoint
         if config.evaluation.skip_train:
-            stored = replace(stored, load_optim=False)
+            stored = replace(stored, load_optim=False, load_rng=False)
         self.checkpoints = Checkpoints(stored, world, self.holdings, config.values())
         self.copies.reserve(self.holdings, plan, changes=plans_change(config))
         restored = self._restore(plan)
@@ -192,7 +192,9 @@ class Trainer:
                 self.schedule if updates else None, cost_coefficients(self.parts.model)
             )
         source = f"iteration {common['progress']['iteration']} in host memory"
-        return self.checkpoints.resume(common, self.schedule, source)
+        return self.checkpoints.resume(
+            common, self.schedule, source, cost_coefficients(self.parts.model)
+        )
 
     def run(self) -> None:
         """The whole run: training, then validation and test, unless training was stopped."""

@@ -26,6 +26,9 @@ from megatron_flex.runtime.holdings import Holdings
 from megatron_flex.runtime.shards import filling, owned_state
 from megatron_flex.runtime.world import World
 
+COEFFICIENTS = "micro_batch_coefficients"
+"""Key of a checkpoint's ``common``; a converted checkpoint lacks it."""
+
 
 @dataclass(frozen=True)
 class Restored:
@@ -123,7 +126,7 @@ class Checkpoints:
             "progress": progress.values(),
             "optimizer_steps": self._holdings.updates,
             "opt_param_scheduler": schedule.state_dict(),
-            "micro_batch_coefficients": asdict(coefficients),
+            COEFFICIENTS: asdict(coefficients),
             MODEL: asdict(self._holdings.config),
             "arguments": self._arguments,
         }
@@ -133,6 +136,7 @@ class Checkpoints:
         common: dict[str, Any],
         schedule: LearningRateSchedule | None,
         source: str,
+        coefficients: CostCoefficients,
         *,
         optimizer: bool = True,
     ) -> Restored:
@@ -141,7 +145,7 @@ class Checkpoints:
             self._holdings.updates = common["optimizer_steps"]
         if schedule is not None:
             schedule.load_state_dict(common["opt_param_scheduler"])
-        return _restored(common, source)
+        return _restored(common, source, coefficients)
 
     def close(self) -> None:
         """Wait for the save in the background, and raise its error."""
@@ -185,7 +189,12 @@ class Checkpoints:
                 f" {self._holdings.config.seed}, which keys dropout and the order of the data: give"
                 " the same --seed, or --no-load-rng to go on with another"
             )
-        return self.resume(common, schedule, source, optimizer=options.optimizer)
+        if schedule is not None and "opt_param_scheduler" not in common:
+            raise CheckpointError(
+                f"{source} was converted: it has weights, but no optimizer state and no position in"
+                " a schedule to go on from: give --finetune"
+            )
+        return self.resume(common, schedule, source, coefficients, optimizer=options.optimizer)
 
 
 def find(o: CheckpointOptions) -> tuple[Path, LoadOptions, int] | None:
@@ -241,7 +250,8 @@ def resumed_coefficients(options: CheckpointOptions) -> CostCoefficients | None:
     found = find(options)
     if found is None or found[1].finetune:
         return None
-    return CostCoefficients(**read_common(found[0], found[2])["micro_batch_coefficients"])
+    saved = read_common(found[0], found[2]).get(COEFFICIENTS)
+    return None if saved is None else CostCoefficients(**saved)
 
 
 def saved_arguments(options: CheckpointOptions) -> dict[str, Any]:
@@ -252,12 +262,10 @@ def saved_arguments(options: CheckpointOptions) -> dict[str, Any]:
     return arguments
 
 
-def _restored(common: dict[str, Any], source: str) -> Restored:
-    return Restored(
-        Progress(**common["progress"]),
-        CostCoefficients(**common["micro_batch_coefficients"]),
-        source,
-    )
+def _restored(common: dict[str, Any], source: str, default: CostCoefficients) -> Restored:
+    saved = common.get(COEFFICIENTS)
+    coefficients = default if saved is None else CostCoefficients(**saved)
+    return Restored(Progress(**common["progress"]), coefficients, source)
 
 
 def _seed(common: dict[str, Any]) -> str:

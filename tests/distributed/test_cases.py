@@ -50,6 +50,9 @@ row   test
       test_a_run_whose_weights_are_lost_ends_and_keeps_its_good_checkpoints;
       unit/loop/test_checkpointing.py: test_a_state_that_is_not_finite_is_not_saved;
       unit/telemetry/test_log_line.py: test_perplexity_stays_printable
+27    end_to_end/test_resume.py:
+      test_a_converted_checkpoint_is_evaluated_by_its_own_arguments;
+      unit/checkpoint/test_conversion.py: test_the_tokenizer_survives_the_way_there_and_back
 28    end_to_end/test_resume.py: test_checkpoints_without_a_tracker_are_never_taken_for_nothing
 29    end_to_end/test_resume.py:
       test_without_the_optimizer_the_schedule_goes_on_from_its_position

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from megatron_flex import entry
 from megatron_flex.arguments import parse
 from megatron_flex.config.config import Architecture
 from megatron_flex.loop.assemble import assemble
@@ -92,7 +93,10 @@ class _Quiet(Trainer):
 def train(argv: Sequence[str], architecture: Architecture = "gpt") -> Run:
     """What ``pretrain`` does, on this worker of the pool."""
     world = World.create(torch.device("cpu"), timedelta(seconds=60))
-    config = parse(argv, architecture=architecture, world_size=dist.get_world_size())
+    size = dist.get_world_size()
+    config = parse(
+        argv, architecture=architecture, world_size=size, saved_values=entry.saved_values
+    )
     trainer = _Quiet(config, world, assemble(config))
     history = History()
     with closing(trainer.recorder):

@@ -9,8 +9,10 @@ import pytest
 
 from megatron_flex.checkpoint.layout import TRACKER, iterations_in
 from megatron_flex.checkpoint.load import read_common
+from tests.close import assert_numbers_close
 from tests.distributed.pool import WorkerError, WorkerPool
 from tests.end_to_end import runs
+from tools.checkpoint import convert
 
 UNEVEN = "0:3@0,1 | 3:8@2"
 LAST = 10
@@ -208,3 +210,47 @@ def test_without_the_optimizer_the_schedule_goes_on_from_its_position(
     assert rates == pytest.approx([1e-4 + (rate - 1e-4) * c for c in cosine])
     assert alone.schedule["num_steps"] == LAST * 8
     assert alone.updates == LAST - 5, "moments begin anew, and so does their bias correction"
+
+
+def convert_to(loader: str, source: Path, saver: str, target: Path) -> None:
+    """Convert a checkpoint in ``source``."""
+    places = ["--load-dir", str(source), "--save-dir", str(target)]
+    words = ["--model-type", "GPT", "--loader", loader, "--saver", saver, *places]
+    assert convert.main(words) == 0
+
+
+@pytest.mark.parametrize("through", ["core", "torch_dist"])
+def test_a_converted_checkpoint_is_evaluated_by_its_own_arguments(
+    workers: WorkerPool, flags: list[str], tmp_path: Path, through: str
+) -> None:
+    split = flags.index("--split")
+    data = ["--data-path", flags[split - 1], "--split", "8,2,0"]
+    here = [*flags, "--split", "8,2,0", "--train-iters", "3", "--eval-interval", "3"]
+    whole = runs.run(workers, 1, [*here, *saving(tmp_path / "flex")])
+    convert_to("flex", tmp_path / "flex", through, tmp_path / "core")
+    convert_to(through, tmp_path / "core", "flex", tmp_path / "back")
+    model, saved = (read_common(tmp_path / name)["model"] for name in ("back", "flex"))
+    assert model == saved
+    assert model["vocab_size"] == runs.VOCABULARY + 1
+    arguments = read_common(tmp_path / "back")["arguments"]
+    assert arguments["tokenizer_type"] == "NullTokenizer"
+    assert arguments["vocab_size"] == runs.VOCABULARY, "Megatron's flag leaves the end token out"
+    words = [
+        *runs.TRAINING, *data, "--train-iters", "3", "--distributed-backend", "gloo",
+        "--num-workers", "0", "--use-checkpoint-args", "--load", str(tmp_path / "back"),
+    ]  # fmt: skip
+    evaluated = runs.run(workers, 2, [*words, "--skip-train"])
+    last = whole.history.validations[-1]
+    assert [v.samples for v in evaluated.history.validations] == [last.samples]
+    assert_numbers_close(
+        [tuple(v.losses.values()) for v in evaluated.history.validations],
+        [tuple(last.losses.values())],
+        3e-7,
+        "losses",
+    )
+    # Training goes on by fine-tuning alone, and that is said.
+    for more in ([], ["--no-load-optim"], ["--no-load-optim", "--no-load-rng"]):
+        with pytest.raises(WorkerError, match=r"load with --no-load-optim|no seed|--finetune"):
+            runs.run(workers, 1, [*words, *more])
+    tuned = runs.run(workers, 2, [*words, "--finetune"])
+    assert len(tuned.losses) == 3

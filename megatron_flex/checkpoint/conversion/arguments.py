@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from argparse import Namespace
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -30,6 +31,28 @@ _REQUIRED: dict[str, tuple[Any, ...]] = {
     "position_embedding_type": ("learned_absolute", "rope", "none"),
     "normalization": ("LayerNorm", "RMSNorm"),
 }
+
+
+KEPT = (
+    "tokenizer_type",
+    "tokenizer_model",
+    "vocab_file",
+    "merge_file",
+    "vocab_extra_ids",
+    "make_vocab_size_divisible_by",
+    "seq_length",
+)
+"""Arguments that the weights do not show, by names that are Megatron's and ours."""
+
+
+def _beside_the_flag(arguments: Mapping[str, Any]) -> int:
+    """Token ids that a model has beyond Megatron's ``vocab_size``.
+
+    For a NullTokenizer that is the flag, to which the tokenizer adds an end token.
+    """
+    if arguments.get("tokenizer_type") != "NullTokenizer":
+        return 0
+    return 1 + int(arguments.get("vocab_extra_ids") or 0)
 
 
 def config_of(
@@ -61,7 +84,7 @@ def config_of(
             num_layers=given["num_layers"],
             hidden_size=hidden,
             num_attention_heads=heads,
-            vocab_size=true_vocab_size or given.get("vocab_size") or padded,
+            vocab_size=true_vocab_size or _true_size(given) or padded,
             padded_vocab_size=padded,
             max_position_embeddings=given["max_position_embeddings"],
             ffn_hidden_size=given.get("ffn_hidden_size") or 4 * hidden,
@@ -92,6 +115,11 @@ def config_of(
         raise CheckpointError(f"the checkpoint's arguments lack {error.args[0]}") from error
     except ValueError as error:
         raise CheckpointError(f"the checkpoint's arguments: {error}") from error
+
+
+def _true_size(given: Mapping[str, Any]) -> int | None:
+    size = given.get("vocab_size")
+    return size and size + _beside_the_flag(given)
 
 
 def _precision(dtype: Any) -> Any:
@@ -177,4 +205,5 @@ def megatron_arguments(weights: Weights, *, ckpt_format: str) -> Namespace:
             setattr(result, name, value)
     for name, value in decided.items():
         setattr(result, name, value)
+    result.vocab_size -= _beside_the_flag(vars(result))
     return result

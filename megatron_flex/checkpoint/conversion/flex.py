@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from megatron_flex.checkpoint.conversion.arguments import megatron_arguments
+from megatron_flex.checkpoint.conversion.arguments import KEPT, megatron_arguments
 from megatron_flex.checkpoint.conversion.weights import Weights
 from megatron_flex.checkpoint.errors import CheckpointError
 from megatron_flex.checkpoint.layout import locate
@@ -42,6 +43,7 @@ def read_flex(directory: Path, *, iteration: int | None = None) -> Weights:
         tensors,
         manifest.iteration,
         int(progress.get("consumed_samples", 0)),
+        Namespace(**{n: v for n, v in common.get("arguments", {}).items() if n in KEPT}),
     )
 
 

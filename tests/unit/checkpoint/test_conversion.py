@@ -8,6 +8,7 @@ import os
 import pickle
 import subprocess
 import sys
+from argparse import Namespace
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -33,6 +34,7 @@ from megatron_flex.checkpoint.conversion.torch_dist import read_torch_dist, writ
 from megatron_flex.checkpoint.conversion.weights import Weights, padded_size
 from megatron_flex.checkpoint.errors import CheckpointError
 from megatron_flex.checkpoint.layout import TRACKER
+from megatron_flex.checkpoint.load import read_common
 from megatron_flex.model.blocks import build_block
 from megatron_flex.model.config import ModelConfig
 from tests.unit.model.reference import bert_model, gpt_model, model_parallel
@@ -522,6 +524,30 @@ def test_the_command_converts_there_and_back(
         assert f"wrote {tmp_path / target / 'iter_0000007'}" in capsys.readouterr().out
     # The padding is Megatron's now: 90 tokens, to a multiple of 128 for each of two ranks.
     assert_equal(read_flex(tmp_path / "d"), weights.padded(256))
+
+
+@pytest.mark.parametrize("through", ["core", "torch_dist"])
+@pytest.mark.parametrize(
+    ("tokenizer", "flag"),
+    [
+        ({"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": "/data/tok.json"}, 90),
+        ({"tokenizer_type": "GPT2BPETokenizer", "vocab_file": "v", "merge_file": "m"}, 90),
+        ({"tokenizer_type": "NullTokenizer"}, 89),
+        ({"tokenizer_type": "NullTokenizer", "vocab_extra_ids": 3}, 86),
+    ],
+)
+def test_the_tokenizer_survives_the_way_there_and_back(
+    tmp_path: Path, through: str, tokenizer: dict[str, Any], flag: int
+) -> None:
+    arguments = Namespace(**tokenizer, seq_length=24, make_vocab_size_divisible_by=8)
+    weights = replace(random_weights(GPT), arguments=arguments)
+    write_flex(tmp_path / "a", weights)
+    assert _convert("flex", tmp_path / "a", through, tmp_path / "b") == 0
+    assert _convert(through, tmp_path / "b", "flex", tmp_path / "c") == 0
+    first, last = (read_common(tmp_path / name)["arguments"] for name in "ac")
+    assert {name: last.get(name) for name in vars(arguments)} == vars(arguments)
+    assert first["vocab_size"] == last["vocab_size"] == flag
+    assert read_flex(tmp_path / "c").config.vocab_size == GPT.vocab_size == 90
 
 
 @pytest.mark.parametrize(
