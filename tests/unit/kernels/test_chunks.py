@@ -112,7 +112,8 @@ def test_a_chunk_that_is_written_again_while_it_is_read_is_not_taken_for_whole()
             continue
         finally:
             writer.join(60)
-        assert (target == 1).all()
+        old = int((target == 1).sum())  # a number: pytest would show the whole tensor
+        assert old == size
 
 
 def test_a_writer_killed_in_a_chunk_leaves_no_chunk_that_passes_for_whole() -> None:
