@@ -21,7 +21,7 @@ from torch import Tensor
 
 from megatron_flex.cluster.cluster import Link
 from megatron_flex.cluster.fit import FitError, Point, errors, fit_line
-from megatron_flex.cluster.profile import KindProfile, Line, Profile, ProfileError
+from megatron_flex.cluster.profile import KindProfile, Line, Profile, ProfileError, shape_of
 from megatron_flex.data.packed import PackedBatch
 from megatron_flex.model.config import ModelConfig
 from megatron_flex.model.layers import Kind
@@ -29,6 +29,7 @@ from megatron_flex.model.tape import Tape, recording
 from megatron_flex.planner.memory import boundary_bytes, unit_memory
 from megatron_flex.planner.plan import Plan, Stage
 from megatron_flex.runtime.holdings import Holdings
+from megatron_flex.runtime.machine import machine_name
 from megatron_flex.runtime.optimizer import OptimizerConfig, StepSize, update
 
 PARTS = ("forward", "backward_input", "backward")
@@ -231,6 +232,8 @@ def fit(
         tokens=(min(tokens), max(tokens)),
         longest=max(max(s.lengths) for s in shapes),
         links=links,
+        model=shape_of(bench.config),
+        machine=machine_name(bench.device),
     )
 
 

@@ -262,6 +262,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         profile = (
             Profile.load(args.profile) if args.profile else closed_form_profile(config, cluster)
         )
+        if (doubt := profile.doubt(None)) is not None:
+            print(f"plan: warning: {doubt}", file=sys.stderr)
         planner = Planner(config, profile, cluster, options(args))
         ways = [cut(b, args.micro_batch_tokens, config) for b in read_batches(args)]
         current = Plan.parse(args.current) if args.current else None

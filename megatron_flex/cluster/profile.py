@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_flex.cluster.cluster import Link
+from megatron_flex.model.config import ModelConfig
 from megatron_flex.model.layers import Kind
 
 FORMAT = 1
@@ -30,6 +31,28 @@ class ProfileError(ValueError):
 
 class ProfileRangeWarning(UserWarning):
     """A profile is used outside the range in which it was measured."""
+
+
+_NO_COST = frozenset(
+    {
+        "num_layers",
+        "vocab_size",  # rows are what counts
+        "max_position_embeddings",
+        "rotary_base",
+        "rotary_percent",
+        "norm_epsilon",
+        "hidden_dropout",
+        "attention_dropout",
+        "init_method_std",
+        "seed",
+    }
+)
+"""Fields of a model's configuration that its units' costs do not depend on."""
+
+
+def shape_of(config: ModelConfig) -> dict[str, Any]:
+    """What decides the costs of a model's units, by the names of its configuration."""
+    return {name: value for name, value in asdict(config).items() if name not in _NO_COST}
 
 
 @dataclass(frozen=True)
@@ -94,6 +117,9 @@ class Profile:
         tokens: least and most tokens of a micro-batch that were measured.
         longest: longest sample that was measured, in tokens.
         links: measured links by name (``intra``, ``host``); may be empty.
+        model: the shape of the model whose units these are (:func:`shape_of`); ``None`` in
+            profiles of before it was kept.
+        machine: the processor or GPU that was measured; empty where none was, or it was not kept.
     """
 
     name: str
@@ -103,6 +129,8 @@ class Profile:
     tokens: tuple[int, int]
     longest: int
     links: Mapping[str, Link]
+    model: Mapping[str, Any] | None = None
+    machine: str = ""
 
     def __post_init__(self) -> None:
         missing = [kind.value for kind in Kind if kind not in self.kinds]
@@ -129,6 +157,35 @@ class Profile:
                 f"profile '{self.name}': the measured range (tokens {low} to {high}, samples up to"
                 f" {self.longest}) is empty"
             )
+
+    def check_model(self, config: ModelConfig) -> None:
+        """Raise :class:`ProfileError` when the units of ``config`` are not those measured."""
+        shape = shape_of(config)
+        measured = shape if self.model is None else self.model
+        different = [
+            f"{name} is {measured.get(name)} in the profile and {shape.get(name)} here"
+            for name in sorted({*shape, *measured})
+            if measured.get(name) != shape.get(name)
+        ]
+        if different:
+            raise ProfileError(
+                f"the profile '{self.name}' is of another model ({'; '.join(different)}): measure"
+                " this one with tools/profile_layers.py and this command's flags"
+            )
+
+    def doubt(self, machine: str | None) -> str | None:
+        """What to warn of where costs are wanted on ``machine`` (``None``: it is not known)."""
+        if self.model is None:
+            return (
+                f"the profile '{self.name}' does not say which model and machine it was measured"
+                " on: measure again with tools/profile_layers.py to have that checked"
+            )
+        if machine is None or not self.machine or self.machine == machine:
+            return None
+        return (
+            f"the profile '{self.name}' was measured on {self.machine}, and this is {machine}: its"
+            " times may be far off; measure here with tools/profile_layers.py"
+        )
 
     def warn_outside(self, tokens: tuple[int, int], longest: int) -> str | None:
         """Warn when micro-batches are outside the measured range; returns the warning.
@@ -163,6 +220,8 @@ class Profile:
                 "tokens": list(self.tokens),
                 "longest": self.longest,
                 "links": {name: asdict(link) for name, link in self.links.items()},
+                "model": None if self.model is None else dict(self.model),
+                "machine": self.machine,
             },
             indent=1,
         )
@@ -195,6 +254,8 @@ class Profile:
                 tokens=(int(data["tokens"][0]), int(data["tokens"][1])),
                 longest=int(data["longest"]),
                 links={name: Link(**link) for name, link in data["links"].items()},
+                model=None if data.get("model") is None else dict(data["model"]),
+                machine=str(data.get("machine", "")),
             )
         except ProfileError:
             raise

@@ -56,7 +56,8 @@ class FlexpipeOptions:
     CPU workers."""
 
     flexpipe_profile: str | None = option(None, own=True)
-    """Measured costs of the model's parts, from tools/profile_layers.py. Not set: they follow from
+    """Measured costs of the model's parts, from tools/profile_layers.py. Those of another model are
+    refused, those of another machine are warned of. Not set: they follow from
     the description of the cluster."""
 
     flexpipe_plans: str | None = option(None, own=True)

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
+
+import torch
 
 from megatron_flex.arguments import plan_of
+from megatron_flex.cluster.profile import Profile, ProfileError
 from megatron_flex.config.config import Config
 from megatron_flex.data.batches import BatchSource
 from megatron_flex.data.errors import DataError
@@ -15,7 +21,8 @@ from megatron_flex.data.paths import Split, read_data_args, read_per_split_data_
 from megatron_flex.data.samples import Overlong
 from megatron_flex.data.sources import DataConfig, DataSets
 from megatron_flex.model.config import ModelConfig
-from megatron_flex.planner.plan import Plan
+from megatron_flex.planner.plan import Plan, PlanError
+from megatron_flex.runtime.machine import machine_name
 from megatron_flex.tokenizers.base import Tokenizer, TokenizerError
 from megatron_flex.tokenizers.build import build_tokenizer
 
@@ -53,6 +60,7 @@ def assemble(config: Config) -> Parts:
         model = config.model_config(tokenizer.vocab_size)
     except ValueError as error:  # --padded-vocab-size, for this tokenizer
         raise TokenizerError(str(error)) from error
+    _check_profile(config, model)
     sets = DataSets(_data_config(config, model, tokenizer))
     train = None
     if not config.evaluation.skip_train:
@@ -72,6 +80,22 @@ def _warnings(sources: Iterable[BatchSource | None], eod: int) -> tuple[str, ...
     sets = [samples for source in sources if source is not None for samples in source.sets]
     found = [s.ended_prompts(eod) for s in sets if isinstance(s, PairSamples)]
     return tuple(dict.fromkeys(text for text in found if text is not None))
+
+
+def _check_profile(config: Config, model: ModelConfig) -> None:
+    """Refuse a profile of another model; warn, on one worker, of one of another machine."""
+    path = config.flexpipe.flexpipe_profile
+    if path is None:
+        return
+    profile = Profile.load(Path(path))
+    try:
+        profile.check_model(model)
+    except ProfileError as error:
+        raise PlanError(f"--flexpipe-profile {path}: {error}") from error
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    doubt = profile.doubt(machine_name(device))
+    if doubt is not None and os.environ.get("RANK", "0") == "0":
+        print(f"warning: --flexpipe-profile {path}: {doubt}", file=sys.stderr, flush=True)
 
 
 def _data_config(config: Config, model: ModelConfig, tokenizer: Tokenizer) -> DataConfig:

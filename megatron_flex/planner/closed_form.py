@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megatron_flex.cluster.cluster import Cluster
-from megatron_flex.cluster.profile import KindProfile, Line, Profile
+from megatron_flex.cluster.profile import KindProfile, Line, Profile, shape_of
 from megatron_flex.model.config import ModelConfig
 from megatron_flex.model.layers import Kind
 from megatron_flex.planner.flops import kind_work
@@ -57,6 +57,7 @@ def closed_form_profile(config: ModelConfig, cluster: Cluster) -> Profile:
         tokens=(1, LONGEST),
         longest=LONGEST,
         links={},
+        model=shape_of(config),
     )
 
 

@@ -73,6 +73,7 @@ class Planner:
         options: PlannerOptions,
         devices: Sequence[int] | None = None,
     ) -> None:
+        profile.check_model(config)
         self._warned = False  # once is enough
         chosen = tuple(range(cluster.world_size)) if devices is None else tuple(devices)
         self.options = options

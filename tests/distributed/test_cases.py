@@ -60,6 +60,10 @@ row   test
       test_a_list_that_means_nothing_is_refused; test_words_of_a_file_are_read_whole
 31    unit/loop/test_assemble.py:
       test_a_split_that_rounds_to_no_validation_document_is_an_error
+36    test_planned.py:
+      test_a_profile_of_another_model_is_refused_and_of_another_machine_warned_of;
+      unit/cluster/test_profile.py:
+      test_a_profile_of_another_model_is_refused_naming_what_differs
 37    unit/planner/test_service.py:
       test_a_refusal_names_the_smallest_budget_which_is_accepted; unit/planner/test_explain.py:
       test_the_smallest_budget_that_would_do_is_named_and_does; test_planned.py:

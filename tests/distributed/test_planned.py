@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from megatron_flex.arguments import parse
+from megatron_flex.cluster.cluster import load
 from megatron_flex.data.batches import BatchSource
 from megatron_flex.data.global_batch import GlobalBatch
 from megatron_flex.loop import planned
@@ -21,7 +22,8 @@ from megatron_flex.loop.iteration import cost_coefficients
 from megatron_flex.loop.planner_process import PlannerProcess
 from megatron_flex.loop.plans import Choice
 from megatron_flex.loop.setup import planner_setup
-from megatron_flex.planner.plan import Plan
+from megatron_flex.planner.closed_form import closed_form_profile
+from megatron_flex.planner.plan import Plan, PlanError
 from megatron_flex.planner.service import Question, Service, Task
 from megatron_flex.training import Trainer
 from tests.close import assert_numbers_close
@@ -270,3 +272,22 @@ def starved(argv: Sequence[str]) -> runs.Run:
         return disturbed(argv, signal.SIGKILL)
     finally:
         planned.PlannedPlans._keep = keep  # type: ignore[method-assign]
+
+
+def test_a_profile_of_another_model_is_refused_and_of_another_machine_warned_of(
+    data: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "profile.json"
+    words = flags(data, "--flexpipe-profile", str(path))
+    model = assemble(parse(flags(data))).model
+    profile = replace(closed_form_profile(model, load("cpux1")), machine="Another CPU")
+    profile.save(path)
+    assemble(parse(words))
+    assert "was measured on Another CPU, and this is" in capsys.readouterr().err
+    replace(profile, machine="").save(path)
+    assemble(parse(words))
+    assert not capsys.readouterr().err
+    other = replace(model, swiglu=True)
+    closed_form_profile(other, load("cpux1")).save(path)
+    with pytest.raises(PlanError, match="swiglu is True in the profile and False here"):
+        assemble(parse(words))

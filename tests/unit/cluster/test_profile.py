@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -143,3 +144,26 @@ def test_a_closed_form_grows_with_tokens_and_with_length() -> None:
     for kind in Kind:
         costs = PROFILE.kinds[kind]
         assert costs.backward(512, 512.0) >= costs.forward(512, 512.0)
+
+
+def test_a_profile_of_another_model_is_refused_naming_what_differs() -> None:
+    model = small_model()
+    PROFILE.check_model(model)
+    PROFILE.check_model(replace(model, num_layers=9, seed=7, max_position_embeddings=9000))
+    other = replace(model, ffn_hidden_size=2 * model.ffn_hidden_size)
+    with pytest.raises(ProfileError, match=r"another model \(ffn_hidden_size is \d+ in the pro"):
+        PROFILE.check_model(other)
+    with pytest.raises(ProfileError, match="padded_vocab_size"):
+        PROFILE.check_model(replace(model, padded_vocab_size=model.padded_vocab_size + 128))
+
+
+def test_another_machine_and_a_profile_of_before_are_doubted() -> None:
+    measured = replace(PROFILE, machine="NVIDIA H200")
+    assert measured.doubt("NVIDIA H200") is None
+    assert measured.doubt(None) is None
+    assert "measured on NVIDIA H200, and this is NVIDIA A100" in str(measured.doubt("NVIDIA A100"))
+    data = json.loads(measured.to_json())
+    del data["model"], data["machine"]
+    before = Profile.from_json(json.dumps(data))
+    before.check_model(replace(small_model(), hidden_size=8))
+    assert "does not say which model" in str(before.doubt("NVIDIA H200"))

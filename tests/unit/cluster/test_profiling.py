@@ -23,6 +23,7 @@ from megatron_flex.profiling import (
     runs,
     whole,
 )
+from megatron_flex.runtime.machine import machine_name
 from tests.unit.planner.instances_real import drawn_batch, small_cluster, small_model
 from tools.profile_layers import main
 
@@ -60,6 +61,7 @@ def test_a_measured_profile_is_complete_and_plans(architecture: str) -> None:
     samples = measure(bench, shapes, 2, calls.append)
     assert sum(calls) == runs(shapes, 2)
     profile = fit(bench, samples, shapes, "test", {})
+    assert profile.machine == machine_name(torch.device("cpu"))
     assert Profile.from_json(profile.to_json()) == profile
     assert profile.tokens == (32, 512)
     assert profile.longest == 512
