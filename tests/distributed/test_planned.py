@@ -152,7 +152,8 @@ def test_a_batch_that_fits_nowhere_is_refused_before_it_runs(
     assert caught.value.kind == "PlanError"
     budget = re.search(r"would do is \S+ MB \(--flexpipe-memory-budget-gb (\S+)\)", text)
     assert budget, text
-    run = runs.run(workers, 3, flags(data, "--exit-interval", "1", budget=budget[1]))
+    one = ["--train-iters", "1", "--lr-warmup-iters", "0"]  # what the refusal had seen
+    run = runs.run(workers, 3, flags(data, *one, budget=budget[1]))
     assert len(run.losses) == 1
 
 

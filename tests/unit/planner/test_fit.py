@@ -89,7 +89,7 @@ def test_what_fits_nowhere_is_refused_with_the_device_its_bytes_and_the_flags() 
         p.decide([batch], None)
     text = str(caught.value)
     assert "device " in text
-    assert "bytes with recompute and offload in the best of them" in text
+    assert "B with recompute and offload in the best of them" in text
     for flag in ("--flexpipe-memory-budget-gb", "--micro-batch-tokens", "--overlong"):
         assert flag in text
     assert caught.value.shortfall > 0

@@ -13,6 +13,7 @@ from megatron_flex.planner.decision import Action, Decision, Infeasible, action_
 from megatron_flex.planner.plan import OPlan, Plan
 from megatron_flex.planner.simulation import op_costs, predict, static_bytes
 from megatron_flex.planner.static import static_plan
+from megatron_flex.quantities import size
 from tests.unit.planner.instances_real import (
     drawn_batch,
     even_batch,
@@ -45,7 +46,7 @@ def test_a_decision_fits_every_device_or_names_the_bytes_that_lack(
         decision = planner.decide([batch], running)
     except Infeasible as error:
         assert error.shortfall > 0
-        assert f"{error.shortfall} bytes" in str(error)
+        assert f"lacks {size(error.shortfall)}" in str(error)
         # So many bytes more are enough, by the searches' relaxation; one percent for whole units.
         more = small_planner(devices, (memory + error.shortfall) * 1.01, unit=unit)
         assert more.decide([batch], None).plan
