@@ -10,8 +10,9 @@ from dataclasses import dataclass, replace
 from megatron_flex.planner.build import Batch, ModelCosts
 from megatron_flex.planner.footprint import Footprint
 from megatron_flex.planner.limits import allowance, room_for_messages
+from megatron_flex.planner.options import AUTO
 from megatron_flex.planner.plan import Plan
-from megatron_flex.planner.simulation import Placed, Prediction, op_costs, place_plan
+from megatron_flex.planner.simulation import FUSED, Placed, Prediction, op_costs, place_plan
 from megatron_flex.schedule.instructions import Program
 from megatron_flex.schedule.list_scheduler import finish
 from megatron_flex.schedule.migration import migrate
@@ -22,6 +23,9 @@ from megatron_flex.schedule.validate import validate
 
 MIGRATION_GAIN = 0.05
 """Micro-batches move to the next layout within an iteration if its simulated time falls by this."""
+CLEAR_OF = 0.85
+"""Part of the budget up to which ``auto`` splits the backward. What is held between its halves is
+predicted to some 7 % only; a whole backward's memory to 2 %."""
 _REMEMBERED = 64
 _ATTEMPTS = 3
 
@@ -97,10 +101,15 @@ class Maker:
             assert placed is not None  # only a finite stop gives None
             made = self._finish(placed, batch, None, spare)
             over = made.peak - self.allowed(plan, batch)
-            # Activations are placed within a bound; where the program takes more, into less.
-            if forward_only or over <= 0 or not placed.placement.problem.split:
+            # Activations are placed within a bound; where the program takes more, into less. What
+            # was decided stays, so that it is the same wherever it is made again.
+            settled = forward_only or plan.schedule or not placed.placement.problem.split
+            if settled or over <= 0:
                 break
             spare += math.ceil(over) * (1 + attempt)
+        auto = not plan.schedule and self.costs.options.schedule == AUTO and not forward_only
+        if auto and placed.placement.problem.split and made.peak > CLEAR_OF * self.costs.budget:
+            return self._keep(replace(plan, schedule=FUSED), batch, forward_only=False)
         return made
 
     def switch(

@@ -204,6 +204,8 @@ def place_plan(
     free = costs.whole_budget - (plan.spare if spare is None else spare)
     room = [max(0.0, free - size) for size in static_bytes(costs, plan, batch)]
     split: Placed | None = None
+    if name == AUTO and plan.o_plan:
+        name = FUSED  # memory is short, and a whole backward's is known best
     if name in (SEARCHED, AUTO):
         choice = search(plan, op, table=table, memory=room, tries=tries, stop=stop)
         if choice is not None:
