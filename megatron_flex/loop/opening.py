@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import warnings
 from collections.abc import Iterator
@@ -117,7 +118,9 @@ def opening(
         f" {samples / found.samples:.3g} times through the data"
     )
     seconds = predicted(config, parts, plan, progress, coefficients)
-    if seconds is None:
+    if seconds is None or not math.isfinite(
+        seconds
+    ):  # the plan is too large for the described memory
         yield f"{text}; how long it takes is in the log lines"
         return
     yield (
