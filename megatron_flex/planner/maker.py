@@ -26,7 +26,7 @@ MIGRATION_GAIN = 0.05
 CLEAR_OF = 0.85
 """Part of the budget up to which ``auto`` splits the backward. What is held between its halves is
 predicted to some 7 % only; a whole backward's memory to 2 %."""
-_REMEMBERED = 64
+_REMEMBERED = 8
 _ATTEMPTS = 3
 
 
@@ -107,6 +107,7 @@ class Maker:
             if settled or over <= 0:
                 break
             spare += math.ceil(over) * (1 + attempt)
+        assert placed is not None  # for the type checker
         auto = not plan.schedule and self.costs.options.schedule == AUTO and not forward_only
         if auto and placed.placement.problem.split and made.peak > CLEAR_OF * self.costs.budget:
             return self._keep(replace(plan, schedule=FUSED), batch, forward_only=False)
