@@ -368,11 +368,11 @@ def full_disk(rank: int) -> None:
 
         save = Checkpoints.save
 
-        def limited(self: Checkpoints, progress: Any, *arguments: Any) -> None:
+        def limited(self: Checkpoints, progress: Any, *arguments: Any, **named: Any) -> None:
             if progress.iteration == 4:
                 hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
                 resource.setrlimit(resource.RLIMIT_FSIZE, (4000, hard))
-            save(self, progress, *arguments)
+            save(self, progress, *arguments, **named)
 
         Checkpoints.save = limited  # type: ignore[method-assign, assignment]
 
