@@ -25,7 +25,7 @@ from megatron_flex.loop.checkpointing import (
     resumed_samples,
 )
 from megatron_flex.loop.evaluation import evaluate
-from megatron_flex.loop.host_copies import HostCopies
+from megatron_flex.loop.host_copies import HostCopies, forget_host_copies
 from megatron_flex.loop.iteration import Iterations, cost_coefficients
 from megatron_flex.loop.measures import MemoryMeasure, StallMeter, bubble, memory_ratio
 from megatron_flex.loop.memory import check_memory, memory_of_worker
@@ -39,6 +39,7 @@ from megatron_flex.model.config import loss_names
 from megatron_flex.planner.flops import iteration_flops
 from megatron_flex.planner.plan import Plan, PlanError
 from megatron_flex.runtime.attempt import check_restartable, restart
+from megatron_flex.runtime.completion import Completion
 from megatron_flex.runtime.executor import Executor
 from megatron_flex.runtime.holdings import Holdings
 from megatron_flex.runtime.launch import start
@@ -74,11 +75,16 @@ def pretrain(config: Config) -> None:
     ``CommunicationError`` where another worker failed first.
     """
     p = config.parallel
-    world, failure = start(p.distributed_backend, p.distributed_timeout_minutes)
+    world, failure, completion = start(p.distributed_backend, p.distributed_timeout_minutes)
     if world.rank == 0:
         print(dump(config), flush=True)
     with failure.watch():
         try:
+            if completion.reached():
+                forget_host_copies(config, world)
+                if world.rank == world.size - 1:
+                    print(" the run had ended when a worker died: nothing is left to do")
+                return
             parts = assemble(config)
             try:
                 check_attention(parts.model, world.device)
@@ -87,7 +93,7 @@ def pretrain(config: Config) -> None:
                     check_memory(parts.model, parts.plan, parts.train, longest, memory)
             except ValueError as error:
                 raise SystemExit(str(error)) from error
-            trainer = Trainer(config, world, parts)
+            trainer = Trainer(config, world, parts, completion)
             try:
                 trainer.run()
             finally:
@@ -99,8 +105,11 @@ def pretrain(config: Config) -> None:
 class Trainer:
     """One worker's part of a run."""
 
-    def __init__(self, config: Config, world: World, parts: Parts) -> None:
+    def __init__(
+        self, config: Config, world: World, parts: Parts, completion: Completion | None = None
+    ) -> None:
         self.config = config
+        self.completion = completion or Completion(None)
         self.world = world
         self.parts = parts
         t, g = config.training, config.logging
@@ -180,6 +189,10 @@ class Trainer:
         self.steps.close()
         self.trace.close()
         self.checkpoints.close()
+        self.recorder.close()
+        self.world.barrier()
+        # From here on nothing is lost when a worker dies, and host copies may go.
+        self.completion.mark()
         self.copies.close()
 
     def train(self) -> bool:

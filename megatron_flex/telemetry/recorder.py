@@ -38,8 +38,9 @@ class Recorder:
             sink.validation(record)
 
     def close(self) -> None:
-        """Write out what is pending."""
-        for sink in self._sinks:
+        """Write out what is pending; nothing can be recorded afterwards."""
+        sinks, self._sinks = self._sinks, ()
+        for sink in sinks:
             sink.close()
 
     def __enter__(self) -> Recorder:

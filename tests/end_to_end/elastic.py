@@ -98,15 +98,13 @@ class Elastic:
             time.sleep(0.02)
         return None
 
-    def kill(self, rank: int) -> None:
-        """``kill -9`` of a worker."""
-        pid = self.processes[rank].pid
-        assert pid is not None
-        try:
-            os.kill(pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
-        self.processes[rank].join(10)
+    def kill(self, rank: int) -> bool:
+        """``kill -9`` of a worker; whether it had not ended before."""
+        process = self.processes[rank]
+        if process.is_alive():
+            process.kill()
+        process.join(10)
+        return process.exitcode == -signal.SIGKILL
 
     def managers(self) -> list[dict[str, Any]]:
         """What the job's managers say."""
