@@ -76,7 +76,7 @@ class FirstFailure:
         """Let an exception through at once if it is the job's first failure.
 
         Otherwise wait, and raise :class:`CommunicationError` that names the first failure, or
-:class:`SaidElsewhere` if another worker has said the same already.
+        :class:`SaidElsewhere` if another worker has said the same already.
         """
         try:
             yield

@@ -73,7 +73,7 @@ def _join(rank: int, size: int, backend: str, timeout: timedelta) -> dist.Store:
         dist.init_process_group(
             backend, store=prefixed, rank=rank, world_size=size, timeout=timeout
         )
-        own: dist.Store = store.clone()  # type: ignore[attr-defined]
+        own: dist.Store = store.clone()
         own.set_timeout(STORE_TIMEOUT)
         return own
     except (RuntimeError, ValueError) as error:

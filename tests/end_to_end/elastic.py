@@ -12,6 +12,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
@@ -125,7 +126,8 @@ class Elastic:
     def _end_workers(self, number: int) -> None:
         for process in self.processes:
             if process.is_alive() and process.pid is not None:
-                os.kill(process.pid, number)
+                with suppress(ProcessLookupError):  # it has ended meanwhile
+                    os.kill(process.pid, number)
         for process in self.processes:
             process.join(5)
             if process.is_alive():

@@ -29,17 +29,18 @@ from tests.end_to_end import runs
 from tests.end_to_end.processes import ROOT, Job
 
 SIZE = 4
+LATE = 1.0  # seconds: longer than a worker takes to read its flags and end
 FLAGS = [*runs.MODEL, *runs.TRAINING, *shlex.split("--split 1,0,0 --train-iters 3")]
 PIPELINE = ["--flexpipe-plan", "0:2@0 | 2:4@1 | 4:6@2 | 6:8@3"]
 
 
-def without_data(rank: int, directory: str) -> None:
+def without_data(directory: str, rank: int) -> None:
     """Worker 2 has another working directory, in which the data set is not."""
     if rank == 2:
         os.chdir(directory)
 
 
-def huge_slabs(rank: int, directory: str) -> None:
+def huge_slabs(directory: str, rank: int) -> None:
     """As if every slab had a petabyte."""
     from megatron_flex.loop import host_copies
 
@@ -54,13 +55,13 @@ class Exit:
         flags: beside ``FLAGS``, where ``{data}`` is a data set, ``{old}`` a checkpoint of another
             model and ``{directory}`` has files that are not what they should be.
         words: a pattern of the message.
-        harm: called in each worker with its rank and ``{directory}`` before the script runs.
+        harm: called in each worker with ``{directory}`` and its rank before the script runs.
         port_in_use: whether another program listens where worker 0 would hold the store.
     """
 
     flags: str
     words: str
-    harm: Callable[[int, str], None] | None = None
+    harm: Callable[[str, int], None] | None = None
     port_in_use: bool = False
 
     def command(self, **places: object) -> list[str]:
@@ -136,7 +137,8 @@ def assert_seen(found: Exit, output: str, reported: list[Path]) -> None:
         assert re.search(found.words, told), told
 
 
-def start_four(found: Exit, directory: Path, places: dict[str, Path]) -> None:
+def start_four(found: Exit, directory: Path, places: dict[str, Path], late: int) -> None:
+    """Start four workers, of which ``late`` begins when the others may have ended."""
     with ExitStack() as stack:
         port = None
         if found.port_in_use:
@@ -144,11 +146,12 @@ def start_four(found: Exit, directory: Path, places: dict[str, Path]) -> None:
             other.bind(("127.0.0.1", 0))
             other.listen()
             port = other.getsockname()[1]
-        harm = found.harm and partial(found.harm, directory=str(places["directory"]))
+        harm = found.harm and partial(found.harm, str(places["directory"]))
         job = stack.enter_context(Job(directory))
         job.start(
             "pretrain_gpt.py", found.command(**places), size=SIZE, port=port, before=harm,
             directory=places["data"].parent, environment={"TORCHELASTIC_MAX_RESTARTS": "0"},
+            delays=[LATE if rank == late else 0.0 for rank in range(SIZE)],
         )  # fmt: skip
         failed = play_launcher(job)
         assert_seen(found, job.output, [job.error_file(rank) for rank in failed])
@@ -161,7 +164,7 @@ def test_every_early_exit_is_said_once(
     seen = 0
     starts = count(1, 10)
     for number in range(starts):
-        start_four(EXITS[kind], tmp_path / str(number), places)
+        start_four(EXITS[kind], tmp_path / str(number), places, number % SIZE)
         seen += 1
     print(f"{kind}: {seen} of {starts} messages seen")
 
@@ -174,7 +177,7 @@ def under_torchrun(argv: list[str]) -> None:
     kind, directory, *argv = argv
     harm = EXITS[kind].harm
     if harm is not None:
-        harm(int(os.environ["RANK"]), directory)
+        harm(directory, int(os.environ["RANK"]))
     sys.argv = [str(ROOT / "pretrain_gpt.py"), *argv]
     runpy.run_path(sys.argv[0], run_name="__main__")
 

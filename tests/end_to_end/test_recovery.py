@@ -347,10 +347,10 @@ def killed_at_its_end(moment: str, rank: int) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
     if moment == "before host copies go":
-        HostCopies.close = kill  # type: ignore[method-assign]
+        HostCopies.close = kill  # type: ignore[method-assign, assignment]
     elif moment == "after training":
         run = Trainer.run
-        Trainer.run = lambda self: kill(run(self))  # type: ignore[method-assign, func-returns-value]
+        Trainer.run = lambda self: kill(run(self))  # type: ignore[method-assign]
     else:
         failure._leave_groups = kill
 
@@ -370,8 +370,10 @@ def test_a_worker_killed_after_the_end_starts_nothing_anew(
 ) -> None:
     more = ["--flexpipe-twin-snapshot", "2"] if copies else []
     saved = tmp_path / "saved"
-    if saves:  # without --load, a new attempt would begin with random weights
+    if saves:
         more += ["--save", str(saved), "--save-interval", "4"]
+    if saves and copies:  # host copies demand it; without, a new attempt would begin anew
+        more += ["--load", str(saved)]
     before = partial(killed_at_its_end, moment)
     with start(tmp_path / "job", flags, 4, *more, before=before) as job:
         assert job.run(120.0) == 0, job.output
