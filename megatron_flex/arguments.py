@@ -23,6 +23,7 @@ from megatron_flex.model.config import ModelConfig
 from megatron_flex.model.layers import Kind
 from megatron_flex.planner.plan import Plan, PlanError
 from megatron_flex.planner.static import REFERENCE_LENGTH, recomputed, static_plan
+from megatron_flex.runtime.words import say_once
 
 NOMINAL_VOCABULARY = 32768
 """Stands in for the tokenizer's size where only the cut into stages is checked."""
@@ -83,8 +84,8 @@ def parse(
             checkpoint was written. It gets a configuration whose checkpoint options count.
 
     Raises:
-        ArgumentsError: exit status 2, after printing all that has to be changed on the first
-            worker of each server.
+        ArgumentsError: exit status 2, after one worker of each server has printed all that has to
+            be changed.
     """
     try:
         values = _read(sys.argv[1:] if argv is None else argv)
@@ -96,9 +97,8 @@ def parse(
             values |= _from_checkpoint(values, saved_values(early))
         return _build(values, given, architecture, world_size)
     except ArgumentsError as error:
-        if os.environ.get("LOCAL_RANK", "0") == "0":
-            name = os.path.basename(sys.argv[0]) if argv is None else "arguments"
-            print(f"{name}: error: {error}", file=sys.stderr, flush=True)
+        name = os.path.basename(sys.argv[0]) if argv is None else "arguments"
+        say_once(f"{name}: error: {error}")
         raise
 
 

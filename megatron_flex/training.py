@@ -26,7 +26,7 @@ from megatron_flex.loop.checkpointing import (
 )
 from megatron_flex.loop.divergence import DivergedError, Divergence
 from megatron_flex.loop.evaluation import evaluate
-from megatron_flex.loop.host_copies import HostCopies
+from megatron_flex.loop.host_copies import HostCopies, forget_host_copies
 from megatron_flex.loop.iteration import Iterations, cost_coefficients
 from megatron_flex.loop.measures import MemoryMeasure, StallMeter, bubble, memory_ratio
 from megatron_flex.loop.memory import check_memory, memory_of_worker
@@ -41,6 +41,7 @@ from megatron_flex.model.config import loss_names
 from megatron_flex.planner.flops import iteration_flops
 from megatron_flex.planner.plan import Plan, PlanError
 from megatron_flex.runtime.attempt import check_restartable, restart
+from megatron_flex.runtime.completion import Completion
 from megatron_flex.runtime.executor import Executor
 from megatron_flex.runtime.holdings import Holdings
 from megatron_flex.runtime.launch import start
@@ -77,11 +78,16 @@ def pretrain(config: Config) -> None:
     ``CommunicationError`` where another worker failed first.
     """
     p = config.parallel
-    world, failure = start(p.distributed_backend, p.distributed_timeout_minutes)
+    world, failure, completion = start(p.distributed_backend, p.distributed_timeout_minutes)
     if world.rank == 0 and config.logging.log_format == "megatron":
         print(dump(config), flush=True)
     with failure.watch():
         try:
+            if completion.reached():
+                forget_host_copies(config, world)
+                if world.rank == world.size - 1:
+                    print(" the run had ended when a worker died: nothing is left to do")
+                return
             parts = assemble(config)
             try:
                 check_attention(parts.model, world.device)
@@ -90,10 +96,9 @@ def pretrain(config: Config) -> None:
                     check_memory(parts.model, parts.plan, parts.train, longest, memory)
             except ValueError as error:
                 raise SystemExit(str(error)) from error
-            trainer = Trainer(config, world, parts)
+            trainer = Trainer(config, world, parts, completion)
             try:
                 trainer.run()
-                trainer.conclude()
             finally:
                 trainer.recorder.close()
         except EXPECTED as error:
@@ -103,8 +108,11 @@ def pretrain(config: Config) -> None:
 class Trainer:
     """One worker's part of a run."""
 
-    def __init__(self, config: Config, world: World, parts: Parts) -> None:
+    def __init__(
+        self, config: Config, world: World, parts: Parts, completion: Completion | None = None
+    ) -> None:
         self.config = config
+        self.completion = completion or Completion(None)
         self.world = world
         self.parts = parts
         t, g = config.training, config.logging
@@ -208,6 +216,11 @@ class Trainer:
         self.steps.close()
         self.trace.close()
         self.checkpoints.close()
+        self.conclude()
+        self.recorder.close()
+        self.world.barrier()
+        # From here on nothing is lost when a worker dies, and host copies may go.
+        self.completion.mark()
         self.copies.close()
 
     def conclude(self) -> None:

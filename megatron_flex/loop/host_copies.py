@@ -91,7 +91,7 @@ class HostCopies:
         self._leads = world.rank == here
         if job is None:
             job = job_name(os.environ) or str(world.broadcast(f"job {secrets.token_hex(8)}"))
-        self._job = job if len(set(self.servers)) == 1 else f"{job}, server {here}"
+        self._job = _job_of_server(job, here, len(set(self.servers)))
         self._num_slabs = num_slabs
         self._holding: dict[int, set[int]] = {}  # server -> its slabs of the version found
         self._uncommitted: list[int] = []
@@ -352,6 +352,21 @@ class HostCopies:
 
     def _elsewhere(self, slab: int) -> int:
         return min(server for server, slabs in self._holding.items() if slab in slabs)
+
+
+def forget_host_copies(config: Config, world: World) -> None:
+    """End the managers that an earlier attempt left, which had nothing to do any more."""
+    if not config.flexpipe.flexpipe_twin or is_first_attempt():
+        return
+    names = world.gather(_server())
+    here = names.index(names[world.rank])
+    job = job_name(os.environ)
+    if here == world.rank and job is not None:
+        stop(socket_of(_job_of_server(job, here, len(set(names)))))
+
+
+def _job_of_server(job: str, server: int, servers: int) -> str:
+    return job if servers == 1 else f"{job}, server {server}"
 
 
 def hands_over(options: FlexpipeOptions, servers: tuple[int, ...], *, changes: bool) -> bool:

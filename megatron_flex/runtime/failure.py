@@ -3,6 +3,7 @@
 When one worker fails, its peers lose their connections moments later. Each would print an error,
 and the one that matters would drown. So workers claim a failure in the job's key-value store: the
 first says at once what happened and ends; the others leave the floor to it and the launcher.
+Before the workers have met, :mod:`megatron_flex.runtime.words` sees to it that they speak once.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, NoReturn
+
+from megatron_flex.runtime.words import say_once
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -32,6 +35,14 @@ LINGER = 1.0
 fail of the same cause hear of it."""
 
 _KEY = "first failure"
+
+
+class SaidElsewhere(SystemExit):
+    """Another worker has said the same: this one ends with status 1, and prints nothing."""
+
+    def __init__(self, words: str) -> None:
+        super().__init__(1)
+        self.words = words
 
 
 class CommunicationError(RuntimeError):
@@ -65,7 +76,7 @@ class FirstFailure:
         """Let an exception through at once if it is the job's first failure.
 
         Otherwise wait, and raise :class:`CommunicationError` that names the first failure, or
-        ``SystemExit`` without words if another worker has said the same already.
+        :class:`SaidElsewhere` if another worker has said the same already.
         """
         try:
             yield
@@ -81,7 +92,7 @@ class FirstFailure:
                 raise
             self._give_way()
             if first == words:
-                raise SystemExit(1) from error
+                raise SaidElsewhere(words) from error
             if first and lost_peer:
                 raise CommunicationError(
                     f"worker {self._rank} ends because worker {rank} failed: {first}"
@@ -132,15 +143,17 @@ def run(main: Callable[[], None]) -> NoReturn:
     status, message = 0, ""
     try:
         main()
+    except SaidElsewhere as end:
+        # The launcher may report this worker nevertheless.
+        status, message = 1, f"error: {end.words}"
     except SystemExit as end:
         if isinstance(end.code, str):
             status, message = 1, f"error: {end.code}"
-            print(message, file=sys.stderr)
+            _speak(message)
         elif end.code:
-            # Its words, if it has any, were printed by the first worker of each server.
             status = int(end.code)
-            if str(end) != str(end.code) and os.environ.get("LOCAL_RANK") == "0":
-                message = f"error: {end}"
+            # Its words, if it has any, were printed where it was raised.
+            message = f"error: {end}" if str(end) != str(end.code) else ""
     except CommunicationError as error:
         print(f"error: {error}", file=sys.stderr)
         status = EXIT_PEER_LOST
@@ -148,10 +161,10 @@ def run(main: Callable[[], None]) -> NoReturn:
         print("interrupted", file=sys.stderr)
         status = 130
     except BaseException as error:
-        rank = os.environ.get("RANK", "0")
-        print(f"error in worker {rank}:", file=sys.stderr)
-        traceback.print_exc()
-        status, message = 1, f"error in worker {rank}: {describe(error)} (its traceback is above)"
+        rank, words = os.environ.get("RANK", "0"), describe(error)
+        status = 1
+        message = f"error in worker {rank}: {words} (its traceback is above)"
+        _speak(f"error in worker {rank}:\n{traceback.format_exc()}", words)
     if status == 0:
         _leave_groups()
     elif message:
@@ -159,6 +172,12 @@ def run(main: Callable[[], None]) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)
+
+
+def _speak(message: str, about: str | None = None) -> None:
+    """Say why this worker ends, whatever a launcher does to the workers meanwhile."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    say_once(message, about)
 
 
 def _is_no_failure(error: BaseException) -> bool:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 from megatron_flex.runtime.attempt import attempt
+from megatron_flex.runtime.completion import Completion
 from megatron_flex.runtime.failure import FirstFailure
 from megatron_flex.runtime.world import World, local_rank, workers_per_gpu
 
@@ -20,7 +21,7 @@ STORE_TIMEOUT = timedelta(seconds=5)
 
 def start(
     backend: Literal["nccl", "gloo"] | None, timeout_minutes: float
-) -> tuple[World, FirstFailure]:
+) -> tuple[World, FirstFailure, Completion]:
     """Join the job that torchrun (or a Slurm script) describes in the environment.
 
     Without ``WORLD_SIZE`` in the environment this is a job of one worker. ``backend`` of ``None``
@@ -47,17 +48,20 @@ def start(
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     timeout = timedelta(minutes=timeout_minutes)
     rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    failure = FirstFailure(None, rank)
+    failure, completion = FirstFailure(None, rank), Completion(None)
     if size > 1:
         store = _join(rank, size, backend or ("nccl" if cuda else "gloo"), timeout)
-        hosts = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-        failure = FirstFailure(store, rank, hosts=hosts)
+        agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        # torchrun keeps its store over restarts; keys of an earlier attempt must not be met.
+        own = dist.PrefixStore(attempt(), store)
+        failure = FirstFailure(own, rank, hosts=rank == 0 and not agent)
+        completion = Completion(store if agent else None)
     with failure.watch():
-        return World.create(device, timeout), failure
+        return World.create(device, timeout), failure, completion
 
 
 def _join(rank: int, size: int, backend: str, timeout: timedelta) -> dist.Store:
-    """Meet the other workers; a client of the job's store for failures alone."""
+    """Meet the other workers; a client of the job's store for what concerns the job's end."""
     missing = [n for n in ("RANK", "MASTER_ADDR", "MASTER_PORT") if n not in os.environ]
     if missing:
         raise SystemExit(
@@ -65,10 +69,11 @@ def _join(rank: int, size: int, backend: str, timeout: timedelta) -> dist.Store:
         )
     try:
         store, _, _ = next(rendezvous("env://", timeout=timeout))
-        # torchrun keeps its store over restarts; keys of an earlier attempt must not be met.
-        store = dist.PrefixStore(attempt(), store)
-        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
-        own: dist.Store = store.clone()  # type: ignore[attr-defined]
+        prefixed = dist.PrefixStore(attempt(), store)
+        dist.init_process_group(
+            backend, store=prefixed, rank=rank, world_size=size, timeout=timeout
+        )
+        own: dist.Store = store.clone()
         own.set_timeout(STORE_TIMEOUT)
         return own
     except (RuntimeError, ValueError) as error:

@@ -65,8 +65,9 @@ class Recorder:
             sink.validation(record)
 
     def close(self) -> None:
-        """Write out what is pending."""
-        for sink in self._sinks:
+        """Write out what is pending; nothing can be recorded afterwards."""
+        sinks, self._sinks = self._sinks, ()
+        for sink in sinks:
             sink.close()
         if self._file is not None:
             self._file.close()

@@ -12,6 +12,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
@@ -98,15 +99,13 @@ class Elastic:
             time.sleep(0.02)
         return None
 
-    def kill(self, rank: int) -> None:
-        """``kill -9`` of a worker."""
-        pid = self.processes[rank].pid
-        assert pid is not None
-        try:
-            os.kill(pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
-        self.processes[rank].join(10)
+    def kill(self, rank: int) -> bool:
+        """``kill -9`` of a worker; whether it had not ended before."""
+        process = self.processes[rank]
+        if process.is_alive():
+            process.kill()
+        process.join(10)
+        return process.exitcode == -signal.SIGKILL
 
     def managers(self) -> list[dict[str, Any]]:
         """What the job's managers say."""
@@ -127,7 +126,8 @@ class Elastic:
     def _end_workers(self, number: int) -> None:
         for process in self.processes:
             if process.is_alive() and process.pid is not None:
-                os.kill(process.pid, number)
+                with suppress(ProcessLookupError):  # it has ended meanwhile
+                    os.kill(process.pid, number)
         for process in self.processes:
             process.join(5)
             if process.is_alive():

@@ -44,13 +44,16 @@ def test_equals_signs_and_repeated_flags_work_as_usual() -> None:
     assert config("--seed 7 --seed 8").training.seed == 8
 
 
-def test_only_the_first_worker_of_a_server_prints(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_whichever_worker_of_a_server_comes_first_prints(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    monkeypatch.setenv("LOCAL_RANK", "1")
-    with pytest.raises(ArgumentsError):
-        parse(["--nothing"])
-    assert capsys.readouterr().err == ""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    for rank, printed in ((3, 1), (0, 0), (1, 0)):
+        monkeypatch.setenv("LOCAL_RANK", str(rank))
+        with pytest.raises(ArgumentsError):
+            parse(["--nothing"])
+        assert capsys.readouterr().err.count("--nothing is unknown") == printed
 
 
 @pytest.mark.parametrize("text", ["0", "-1", "x", ""])
