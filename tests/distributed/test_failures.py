@@ -374,7 +374,7 @@ def full_disk(rank: int) -> None:
                 resource.setrlimit(resource.RLIMIT_FSIZE, (4000, hard))
             save(self, progress, *arguments, **named)
 
-        Checkpoints.save = limited  # type: ignore[method-assign, assignment]
+        Checkpoints.save = limited  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize("more", [(), ("--async-save",)])
