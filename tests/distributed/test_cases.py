@@ -60,6 +60,7 @@ row   test
       test_a_list_that_means_nothing_is_refused; test_words_of_a_file_are_read_whole
 31    unit/loop/test_assemble.py:
       test_a_split_that_rounds_to_no_validation_document_is_an_error
+33    end_to_end/test_early_exits.py: test_every_early_exit_is_said_once
 36    test_planned.py:
       test_a_profile_of_another_model_is_refused_and_of_another_machine_warned_of;
       unit/cluster/test_profile.py:
@@ -81,6 +82,7 @@ row   test
       unit/data/test_blend.py: test_sets_of_a_blend_are_shuffled_differently;
       unit/data/test_bert.py: test_two_equal_sentences_are_each_cut_at_both_ends
 ====  ==========================================================================================
+46    end_to_end/test_recovery.py: test_a_worker_killed_after_the_end_starts_nothing_anew
 """
 
 from __future__ import annotations
