@@ -81,8 +81,8 @@ row   test
       unit/data/test_sources.py: test_two_equal_sets_of_a_blend_have_orders_of_their_own;
       unit/data/test_blend.py: test_sets_of_a_blend_are_shuffled_differently;
       unit/data/test_bert.py: test_two_equal_sentences_are_each_cut_at_both_ends
-====  ==========================================================================================
 46    end_to_end/test_recovery.py: test_a_worker_killed_after_the_end_starts_nothing_anew
+====  ==========================================================================================
 """
 
 from __future__ import annotations
