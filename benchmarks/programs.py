@@ -3,8 +3,8 @@
     python benchmarks/programs.py
 
 Of GPT-3.35B (GPT-13B for 64 stages) on described devices: straight even stages, the searched
-zero-bubble schedule, lognormal micro-batches. CPU time to make a program (place, write, validate, go
-through its memory) and to pack it for all devices; then to read one device's part. Medians.
+zero-bubble schedule, lognormal micro-batches. CPU time to make a program (place, write, validate,
+go through its memory) and to pack it for all devices; then to read one part. Medians.
 """
 
 from __future__ import annotations
