@@ -31,6 +31,16 @@ class CostCoefficients:
             raise DataError(f"cost coefficients must be positive: {self}")
 
 
+def cut(
+    batch: GlobalBatch, tokens: int | None, count: int | None, cost: CostCoefficients
+) -> tuple[MicroBatch, ...]:
+    """By a budget of tokens, or else by a number of samples. Workers and planner cut by this."""
+    if tokens is not None:
+        return cut_by_tokens(batch, tokens, cost)
+    assert count is not None, "a batch is cut by tokens or by count"
+    return cut_by_count(batch, count)
+
+
 def cut_by_count(batch: GlobalBatch, size: int) -> tuple[MicroBatch, ...]:
     """Micro-batches of ``size`` samples each, in sample order (``--micro-batch-size``).
 

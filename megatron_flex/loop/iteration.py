@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron_flex.config.config import Config
+from megatron_flex.data import microbatches
 from megatron_flex.data.batches import BatchSource
 from megatron_flex.data.global_batch import GlobalBatch
 from megatron_flex.data.microbatch import MicroBatch
-from megatron_flex.data.microbatches import CostCoefficients, cut_by_count, cut_by_tokens
+from megatron_flex.data.microbatches import CostCoefficients
 from megatron_flex.loop.reader import Reader
 from megatron_flex.model.config import ModelConfig
 from megatron_flex.planner.flops import model_work, total_work
@@ -39,12 +40,8 @@ def cut(
     config: Config, batch: GlobalBatch, coefficients: CostCoefficients
 ) -> tuple[MicroBatch, ...]:
     """The micro-batches of a global batch, by the flags alone."""
-    budget = config.data.micro_batch_tokens
-    if budget is not None:
-        return cut_by_tokens(batch, budget, coefficients)
     size = config.training.micro_batch_size
-    assert size is not None, "arguments were checked"
-    return cut_by_count(batch, size)
+    return microbatches.cut(batch, config.data.micro_batch_tokens, size, coefficients)
 
 
 @dataclass

@@ -30,7 +30,7 @@ from megatron_flex.cluster.cluster import Cluster
 from megatron_flex.cluster.cluster import parse as parse_cluster
 from megatron_flex.cluster.profile import Profile
 from megatron_flex.data.global_batch import GlobalBatch
-from megatron_flex.data.microbatches import CostCoefficients, cut_by_count, cut_by_tokens
+from megatron_flex.data.microbatches import CostCoefficients, cut
 from megatron_flex.model.config import ModelConfig
 from megatron_flex.planner import frames
 from megatron_flex.planner.budget import budget_advice, smallest_budget
@@ -70,11 +70,8 @@ class Cut:
         """
         array = np.asarray(list(lengths), dtype=np.int64)
         whole = GlobalBatch(0, array, (int(array.sum()),))
-        if self.tokens is not None:
-            coefficients = CostCoefficients(self.linear, self.quadratic)
-            return Batch.of(cut_by_tokens(whole, self.tokens, coefficients))
-        assert self.count is not None, "a batch is cut by tokens or by count"
-        return Batch.of(cut_by_count(whole, self.count))
+        cost = CostCoefficients(self.linear, self.quadratic)
+        return Batch.of(cut(whole, self.tokens, self.count, cost))
 
 
 @dataclass(frozen=True)

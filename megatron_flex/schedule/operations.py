@@ -42,14 +42,6 @@ class OpKind(IntEnum):
     WEIGHT = 2
 
 
-class Carries(IntEnum):
-    """What passes from an operation to one that waits for it: a message, between two devices."""
-
-    ORDER = 0  # nothing; both are on one device
-    ACTIVATION = 1
-    GRADIENT = 2
-
-
 @dataclass(frozen=True, eq=False)
 class Operations:
     """All operations of an iteration; arrays are indexed by operation code, or by edge.
@@ -64,7 +56,6 @@ class Operations:
         needs: number of operations that it waits for.
         offset: its edges are ``offset[code]`` to ``offset[code + 1]``.
         target: of an edge: the operation that waits for this one.
-        carries: of an edge, as :class:`Carries`.
         wire: of an edge: seconds on the link between the two devices; 0 on one device.
         lead: of each micro-batch: the first of its chain, itself if it is in none.
     """
@@ -80,7 +71,6 @@ class Operations:
     needs: Integers
     offset: Integers
     target: Integers
-    carries: Integers
     wire: Floats
     lead: Integers
 
@@ -125,25 +115,23 @@ def operations(
     transfer = tables["transfer"].reshape(stages - 1, batches)
     wire = np.where(route[1:] != route[:-1], transfer, 0.0)
     forward, backward = code[0], code[min(1, kinds - 1)]
-    edges: list[tuple[Integers, Integers, Carries, Floats | None]] = [
-        (forward[:-1], forward[1:], Carries.ACTIVATION, wire)
-    ]
+    # From, to, and seconds on the link where they may be on two devices.
+    edges: list[tuple[Integers, Integers, Floats | None]] = [(forward[:-1], forward[1:], wire)]
     if not forward_only:
-        edges.append((backward[1:], backward[:-1], Carries.GRADIENT, wire))
-        edges.append((forward, backward, Carries.ORDER, None))
+        edges.append((backward[1:], backward[:-1], wire))
+        edges.append((forward, backward, None))
     if split and not forward_only:
-        edges.append((backward, code[2], Carries.ORDER, None))
+        edges.append((backward, code[2], None))
     lead = np.arange(batches)
     for chain in chains:
         own = np.array(chain)
         lead[own] = own[0]
-        edges.append((forward[:, own[:-1]], forward[:, own[1:]], Carries.ORDER, None))
+        edges.append((forward[:, own[:-1]], forward[:, own[1:]], None))
         if not forward_only:
-            edges.append((backward[:, own[1:]], backward[:, own[:-1]], Carries.ORDER, None))
+            edges.append((backward[:, own[1:]], backward[:, own[:-1]], None))
     source = np.concatenate([e[0].ravel() for e in edges])
     target = np.concatenate([e[1].ravel() for e in edges])
-    carries = np.concatenate([np.full(e[0].size, int(e[2])) for e in edges])
-    wires = np.concatenate([np.zeros(e[0].size) if e[3] is None else e[3].ravel() for e in edges])
+    wires = np.concatenate([np.zeros(e[0].size) if e[2] is None else e[2].ravel() for e in edges])
     order = np.argsort(source, kind="stable")
     offset = np.zeros(kinds * size + 1, dtype=np.int64)
     np.cumsum(np.bincount(source, minlength=kinds * size), out=offset[1:])
@@ -160,7 +148,6 @@ def operations(
         np.bincount(target, minlength=kinds * size),
         offset,
         target[order],
-        carries[order],
         wires[order],
         lead,
     )
