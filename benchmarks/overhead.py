@@ -136,7 +136,9 @@ def padded(
         numbers = [batch.first_sample + s for s in samples]
         rows = [
             source.packed(
-                MicroBatch((Slice(number, 0, int(batch.lengths[s])),)), inputs=True, targets=True
+                MicroBatch((Slice.all_of(number, int(batch.lengths[s])),)),
+                inputs=True,
+                targets=True,
             )
             for s, number in zip(samples, numbers, strict=True)
         ]
@@ -150,7 +152,7 @@ def padded(
                 loss_mask=_padded([r.loss_mask for r in rows], longest),
             )
         )
-        parts.append(MicroBatch(tuple(Slice(n, 0, longest) for n in numbers)))
+        parts.append(MicroBatch(tuple(Slice.all_of(n, longest) for n in numbers)))
     return packed, tuple(parts)
 
 

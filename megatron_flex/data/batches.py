@@ -90,6 +90,7 @@ class BatchSource:
             lengths=tuple(s.tokens for s in slices),
             samples=tuple(s.sample for s in slices),
             starts=tuple(s.start for s in slices),
+            totals=tuple(s.length for s in slices),
             tokens=_join([row.tokens for row in rows]),
             labels=_join([row.labels for row in rows]),
             loss_mask=_join([row.loss_mask for row in rows]),

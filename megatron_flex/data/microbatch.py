@@ -14,16 +14,27 @@ class Slice:
 
     ``sample`` is the consumed-sample number: its place in the training order, counted from the
     beginning of the run. It keys dropout, so it must not depend on packing or placement.
-    Today every slice is a whole sample (``start == 0``).
+    ``length`` is the number of tokens of the whole sample.
     """
 
     sample: int
     start: int
     stop: int
+    length: int
 
     def __post_init__(self) -> None:
-        if not 0 <= self.start < self.stop or self.sample < 0:
+        if not 0 <= self.start < self.stop <= self.length or self.sample < 0:
             raise ValueError(f"not a slice of a sample: {self}")
+
+    @classmethod
+    def all_of(cls, sample: int, length: int) -> Slice:
+        """A whole sample."""
+        return cls(sample, 0, length, length)
+
+    @property
+    def whole(self) -> bool:
+        """Whether it is the whole sample."""
+        return self.stop - self.start == self.length
 
     @property
     def tokens(self) -> int:

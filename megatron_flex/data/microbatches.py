@@ -133,4 +133,4 @@ def _place(
 
 
 def _micro_batch(first: int, lengths: Sequence[int], samples: Iterable[int]) -> MicroBatch:
-    return MicroBatch(tuple(Slice(first + i, 0, lengths[i]) for i in samples))
+    return MicroBatch(tuple(Slice.all_of(first + i, lengths[i]) for i in samples))

@@ -22,6 +22,7 @@ class PackedBatch:
         loss_mask: ``[T]`` float32 weight of each target; ``None`` where no head runs.
         token_types: ``[T]`` int64 segment of each token (BERT with a sentence-order head).
         sentence_order: ``[number of slices]`` int64 target of the sentence-order head.
+        totals: tokens of each slice's whole sample; by default each slice is the last of its own.
     """
 
     lengths: tuple[int, ...]
@@ -32,6 +33,12 @@ class PackedBatch:
     loss_mask: torch.Tensor | None = None
     token_types: torch.Tensor | None = None
     sentence_order: torch.Tensor | None = None
+    totals: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.totals:
+            ends = tuple(s + n for s, n in zip(self.starts, self.lengths, strict=True))
+            object.__setattr__(self, "totals", ends)
 
     def to(self, device: torch.device) -> PackedBatch:
         """The same with all tensors on ``device``; itself where they are there already."""

@@ -88,8 +88,12 @@ def packed(config: ModelConfig, micro_batch: MicroBatch, masked: frozenset[int])
     slices = micro_batch.slices
     for piece in slices:
         rng = np.random.default_rng((7, piece.sample))
-        rows.append(rng.integers(0, config.vocab_size, piece.tokens + 1))
-    mask = [_targets(config, s.sample, s.tokens) * (s.sample not in masked) for s in slices]
+        tokens = rng.integers(0, config.vocab_size, piece.length + 1)
+        rows.append(tokens[piece.start : piece.stop + 1])
+    mask = [
+        _targets(config, s.sample, s.length)[s.start : s.stop] * (s.sample not in masked)
+        for s in slices
+    ]
     types = order = None
     if config.binary_head:
         segments = [np.arange(s.tokens) >= s.tokens // 2 for s in slices]
@@ -99,6 +103,7 @@ def packed(config: ModelConfig, micro_batch: MicroBatch, masked: frozenset[int])
         lengths=tuple(s.tokens for s in slices),
         samples=tuple(s.sample for s in slices),
         starts=tuple(s.start for s in slices),
+        totals=tuple(s.length for s in slices),
         tokens=torch.from_numpy(np.concatenate([r[:-1] for r in rows])),
         labels=torch.from_numpy(np.concatenate([r[1:] for r in rows])),
         loss_mask=torch.from_numpy(np.concatenate(mask).astype(np.float32)),

@@ -379,8 +379,8 @@ def test_what_counts_is_the_longest_sample_that_there_is(flags: list[str]) -> No
 
 
 def test_equal_tokens_are_not_equal_cost() -> None:
-    whole = MicroBatch((Slice(0, 0, 2048),))
-    small = MicroBatch(tuple(Slice(i, 0, 32) for i in range(64)))
+    whole = MicroBatch((Slice.all_of(0, 2048),))
+    small = MicroBatch(tuple(Slice.all_of(i, 32) for i in range(64)))
     assert whole.tokens == small.tokens == 2048
     assert whole.squares == 64 * small.squares
     works = model_work(replace(TIED, hidden_size=512, ffn_hidden_size=2048, kv_channels=128))
@@ -402,7 +402,7 @@ def test_shared_weights_count_once_under_a_split_backward(policy: str) -> None:
     plan = Plan.parse(
         "0:2@0 | 2:4@1 | 4:6@1 | 6:8@0" if policy == "zb-v" else "0:2@0,2 | 2:6@1 | 6:8@3"
     )
-    batch = MicroBatch((Slice(0, 0, 10),))
+    batch = MicroBatch((Slice.all_of(0, 10),))
     program = build_program(TIED, plan, [batch] * 6, 4, policy=policy)
     validate(program, TIED.layers)
     tied = TIED.layers.tied_slab

@@ -77,7 +77,7 @@ def test_samples_packed_together_keep_their_own_tokens_and_targets(tmp_path: Pat
     prefix = write_flat(tmp_path / "d", [[1, 2, 3], [4, 5, 6, 7, 8]])
     made = BatchSource([GptSamples(IndexedDocuments(prefix))], EpochOrder((2,), 1))
     batch = made.batch(0, 2)
-    slices = tuple(Slice(i, 0, int(n)) for i, n in enumerate(batch.lengths))
+    slices = tuple(Slice.all_of(i, int(n)) for i, n in enumerate(batch.lengths))
     packed = made.packed(MicroBatch(slices), inputs=True, targets=True)
     alone = [made.packed(MicroBatch((s,)), inputs=True, targets=True) for s in slices]
     for name in ("tokens", "labels", "loss_mask", "positions"):
@@ -94,7 +94,7 @@ def test_samples_packed_together_keep_their_own_tokens_and_targets(tmp_path: Pat
 def test_nothing_is_read_where_nothing_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
     made = source()
     batch = made.batch(5, 2)
-    slices = tuple(Slice(5 + i, 0, int(n)) for i, n in enumerate(batch.lengths))
+    slices = tuple(Slice.all_of(5 + i, int(n)) for i, n in enumerate(batch.lengths))
 
     def refuse(*_: object) -> None:
         raise AssertionError("tokens were read")
@@ -114,7 +114,7 @@ def test_nothing_is_read_where_nothing_is_needed(monkeypatch: pytest.MonkeyPatch
 def test_types_are_those_of_the_packed_batch() -> None:
     made = source()
     length = int(made.batch(0, 1).lengths[0])
-    packed = made.packed(MicroBatch((Slice(0, 0, length),)), inputs=True, targets=True)
+    packed = made.packed(MicroBatch((Slice.all_of(0, length),)), inputs=True, targets=True)
     assert packed.tokens is not None
     assert packed.tokens.dtype == torch.int64
     assert packed.labels is not None

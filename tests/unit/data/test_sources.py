@@ -26,7 +26,7 @@ def tokens_of(sets: DataSets, split: Split, count: int) -> list[list[int]]:
     batch = source.batch(0, count)
     result = []
     for i, length in enumerate(batch.lengths.tolist()):
-        packed = source.packed(MicroBatch((Slice(i, 0, length),)), inputs=True, targets=False)
+        packed = source.packed(MicroBatch((Slice.all_of(i, length),)), inputs=True, targets=False)
         assert packed.tokens is not None
         result.append(packed.tokens.tolist())
     return result

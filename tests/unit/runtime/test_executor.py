@@ -56,7 +56,7 @@ class Worker:
     def run(
         self, packed: list[PackedBatch], totals: tuple[int, ...], *, count_zeros: bool = False
     ) -> StepResult:
-        parts = [MicroBatch(tuple(Slice(n, 0, n) for n in b.lengths)) for b in packed]
+        parts = [MicroBatch(tuple(Slice.all_of(n, n) for n in b.lengths)) for b in packed]
         program = build_program(self.config, self.plan, parts, 1)
         inputs = StepInputs(lambda m, *_: packed[m], totals, STEP, count_zeros=count_zeros)
         return self.executor.run(part_of(program, 0), inputs)

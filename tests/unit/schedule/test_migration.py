@@ -34,7 +34,7 @@ def plan(rng: random.Random, units: int, devices: int) -> Plan:
 
 
 def batches(lengths: list[int]) -> list[MicroBatch]:
-    return [MicroBatch((Slice(i, 0, n),)) for i, n in enumerate(lengths)]
+    return [MicroBatch((Slice.all_of(i, n),)) for i, n in enumerate(lengths)]
 
 
 def test_moved_micro_batches_run_where_the_next_plan_says() -> None:

@@ -16,7 +16,7 @@ LENGTHS = st.lists(st.integers(1, 5000), min_size=1, max_size=12)
 
 
 def batch(*lengths: int) -> MicroBatch:
-    return MicroBatch(tuple(Slice(i, 0, n) for i, n in enumerate(lengths)))
+    return MicroBatch(tuple(Slice.all_of(i, n) for i, n in enumerate(lengths)))
 
 
 def batch_flops(model: ModelConfig, micro_batches: list[MicroBatch]) -> float:
