@@ -29,6 +29,8 @@ from megatron_flex.schedule.shards import GRAIN, ROW
 GRADIENT_BYTES = 4
 MOMENT_BYTES = 8
 MASTER_BYTES = 4
+GRADIENT_LANES = 16
+"""A row of gradients of keys is a multiple of so many numbers, the widest vector's."""
 
 
 @dataclass(frozen=True)
@@ -176,6 +178,30 @@ def tied_state(config: ModelConfig) -> StateBytes:
     """Bytes of the tied word embedding on one device that holds it; zero when untied."""
     words = 0 if config.untie_embeddings_and_output_weights else word_embedding_count(config)
     return state_bytes(config, words)
+
+
+@dataclass(frozen=True)
+class ChainBytes:
+    """Bytes a token of the whole sample that one attention unit holds of a sample cut to slices.
+
+    Attributes:
+        keys_values: from the forward of the first slice to its backward; where there is no backward
+            to the forward of the last.
+        gradients: of keys and values, from the backward of the last slice to that of the first.
+    """
+
+    keys_values: float
+    gradients: float
+
+
+def chain_bytes(config: ModelConfig) -> ChainBytes:
+    """What one attention unit holds of a sample that is cut to slices (``model/prefix.py``)."""
+    numbers = 2 * config.num_query_groups
+    width = _round_up(config.kv_channels, GRADIENT_LANES)
+    size = DTYPE_BYTES[config.params_dtype]
+    return ChainBytes(
+        float(numbers * config.kv_channels * size), float(numbers * width * GRADIENT_BYTES)
+    )
 
 
 def boundary_bytes(config: ModelConfig) -> float:

@@ -13,6 +13,7 @@ from megatron_flex.model.config import ModelConfig
 from megatron_flex.model.layers import Kind
 from megatron_flex.planner.memory import (
     boundary_bytes,
+    chain_bytes,
     parameter_count,
     slab_elements,
     state_bytes,
@@ -108,3 +109,11 @@ def test_slabs_are_as_large_as_the_runtime_makes_them(name: str) -> None:
     assert slab_elements(config) == tuple(
         holdings.slabs[number].layout.numel for number in range(config.layers.num_slabs)
     )
+
+
+def test_a_cut_sample_takes_keys_values_and_their_gradients_in_float32() -> None:
+    both = chain_bytes(replace(GPT, num_query_groups=2, params_dtype="bfloat16"))
+    assert both.keys_values == 2 * 2 * 16 * 2
+    assert both.gradients == 2 * 2 * 16 * 4
+    # Rows of gradients are whole vectors.
+    assert chain_bytes(replace(GPT, kv_channels=20)).gradients == 2 * 4 * 32 * 4
