@@ -28,6 +28,7 @@ from megatron_flex.checkpoint.manifest import (
 )
 from megatron_flex.checkpoint.ranks import DEFAULT_TIMEOUT, Ranks
 from megatron_flex.checkpoint.vocabulary import PADDED
+from megatron_flex.model.config import completed
 
 NOT_STRUCTURAL = frozenset(
     {"hidden_dropout", "attention_dropout", "init_method_std", "seed", "params_dtype", PADDED}
@@ -98,7 +99,8 @@ def check_model(
 ) -> None:
     """Raise :class:`CheckpointError` naming the fields in which two models differ."""
     missing = object()
-    wanted = json.loads(json.dumps(wanted))  # a tuple equals the list it was saved as
+    saved = completed(saved)
+    wanted = completed(json.loads(json.dumps(wanted)))  # a tuple equals the list it was saved as
     different = [
         f"{name} is {_word(saved.get(name, missing), missing)} in the checkpoint and"
         f" {_word(wanted.get(name, missing), missing)} in this run"

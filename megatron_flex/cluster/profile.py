@@ -14,7 +14,7 @@ import math
 import os
 import warnings
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +40,8 @@ _NO_COST = frozenset(
         "max_position_embeddings",
         "rotary_base",
         "rotary_percent",
+        "use_rope_scaling",
+        "rope_scaling_factor",
         "norm_epsilon",
         "hidden_dropout",
         "attention_dropout",
@@ -48,6 +50,14 @@ _NO_COST = frozenset(
     }
 )
 """Fields of a model's configuration that its units' costs do not depend on."""
+
+
+_DEFAULTS = {
+    f.name: f.default
+    for f in fields(ModelConfig)
+    if f.default is not MISSING and f.name not in _NO_COST
+}
+"""For a profile that was measured before a field existed."""
 
 
 def shape_of(config: ModelConfig) -> dict[str, Any]:
@@ -161,7 +171,7 @@ class Profile:
     def check_model(self, config: ModelConfig) -> None:
         """Raise :class:`ProfileError` when the units of ``config`` are not those measured."""
         shape = shape_of(config)
-        measured = shape if self.model is None else self.model
+        measured = shape if self.model is None else {**_DEFAULTS, **self.model}
         different = [
             f"{name} is {measured.get(name)} in the profile and {shape.get(name)} here"
             for name in sorted({*shape, *measured})

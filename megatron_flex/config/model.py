@@ -55,6 +55,12 @@ class ModelOptions:
     rotary_percent: float = option(1.0, above=0, at_most=1)
     """Share of a head's channels that is rotated, with --position-embedding-type rope."""
 
+    use_rope_scaling: bool = False
+    """Stretch the rotary frequencies as in Llama 3.1, with --position-embedding-type rope."""
+
+    rope_scaling_factor: float = option(8.0, above=0)
+    """How far --use-rope-scaling stretches the low frequencies."""
+
     normalization: Literal["LayerNorm", "RMSNorm"] = "LayerNorm"
     """Kind of normalization."""
 
@@ -64,11 +70,20 @@ class ModelOptions:
     swiglu: bool = False
     """Gated linear units with SiLU in the MLP, instead of GELU."""
 
+    openai_gelu: bool = False
+    """GELU by its approximation with tanh, as in GPT-2."""
+
+    apply_residual_connection_post_layernorm: bool = False
+    """Add what attention and MLP give to their normalized input, as in the first BERT."""
+
     untie_embeddings_and_output_weights: bool = False
     """Give the output layer weights of its own instead of the word embedding's."""
 
     add_bias_linear: bool = option(True, flags=("--disable-bias-linear",))
     """Linear layers without bias."""
+
+    add_qkv_bias: bool = False
+    """A bias in the projection to queries, keys and values, also with --disable-bias-linear."""
 
     qk_layernorm: bool = False
     """Normalize queries and keys."""

@@ -126,9 +126,9 @@ FLAGS: tuple[Refusal, ...] = (
         "remove it",
     ),
     _refuse(
-        "squared-relu quick-geglu openai-gelu",
+        "squared-relu quick-geglu",
         "the MLP has GELU or SwiGLU",
-        "use --swiglu or no flag",
+        "use --swiglu, --openai-gelu or no flag",
     ),
     _refuse(
         "use-rotary-position-embeddings no-position-embedding",
@@ -136,10 +136,10 @@ FLAGS: tuple[Refusal, ...] = (
         "use --position-embedding-type",
     ),
     _refuse(
-        "rotary-interleaved rotary-seq-len-interpolation-factor use-rope-scaling"
-        " rope-scaling-factor no-rope-freq rope-type",
-        "rotary frequencies are the plain ones",
-        "remove it",
+        "rotary-interleaved rotary-seq-len-interpolation-factor no-rope-freq rope-type",
+        "rotary frequencies are the plain ones or Llama 3.1's, and a channel is paired with the one"
+        " half a head away",
+        "remove it, or use --use-rope-scaling",
     ),
     _refuse(
         "window-size window-attn-skip-freq",
@@ -148,7 +148,7 @@ FLAGS: tuple[Refusal, ...] = (
     ),
     _refuse(
         "multi-latent-attention mtp-num-layers experimental-attention-variant"
-        " heterogeneous-layers-config-path apply-layernorm-1p add-qkv-bias qk-clip"
+        " heterogeneous-layers-config-path apply-layernorm-1p qk-clip"
         " is-hybrid-model hybrid-override-pattern encoder-num-layers decoder-num-layers"
         " encoder-seq-length decoder-seq-length use-legacy-models",
         _DENSE,

@@ -44,8 +44,14 @@ def _model(config: Config) -> Problems:
     m = config.model
     rope = m.position_embedding_type == "rope"
     yield from _without(
-        config, "--position-embedding-type rope", rope, ("rotary_base", "rotary_percent")
+        config,
+        "--position-embedding-type rope",
+        rope,
+        ("rotary_base", "rotary_percent", "use_rope_scaling"),
     )
+    yield from _without(config, "--use-rope-scaling", m.use_rope_scaling, ("rope_scaling_factor",))
+    if m.swiglu and m.openai_gelu:
+        yield "--openai-gelu has no effect with --swiglu, whose gate has SiLU: remove one of them"
     yield from _without(
         config, "--group-query-attention", m.group_query_attention, ("num_query_groups",)
     )

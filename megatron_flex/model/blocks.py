@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatron_flex.data.packed import PackedBatch
 from megatron_flex.model.attention import VarlenAttention
@@ -23,6 +23,7 @@ from megatron_flex.model.layers import Kind, Unit
 from megatron_flex.model.megatron import (
     DTYPES,
     LOCAL,
+    IdentityOp,
     LanguageModelEmbedding,
     LayerModules,
     ModuleSpec,
@@ -97,13 +98,23 @@ class LayerBlock(Block):
         )
         if not mlp and config.position_embedding_type == "rope":
             cast(VarlenAttention, self.layer.self_attention.core_attention).use_rotary()
+        self.norm: nn.Module | None = None
+        if config.apply_residual_connection_post_layernorm:
+            # The layer adds to what it is given: so it is given the normalized input.
+            self._norm_name = "pre_mlp_layernorm" if mlp else "input_layernorm"
+            self.norm = getattr(self.layer, self._norm_name)
+            setattr(self.layer, self._norm_name, IdentityOp())
 
     def full_names(self) -> dict[str, str]:
         """Names as in ``GPTModel`` or ``BertModel``: ``decoder.layers.3.mlp.linear_fc1.weight``."""
         prefix = f"{self.stack}.layers.{self.unit.layer}."
-        return {
-            prefix + plain_name(name): f"layer.{name}" for name, _ in self.layer.named_parameters()
-        }
+        names = {}
+        if self.norm is not None:
+            for name, _ in self.norm.named_parameters():
+                names[f"{prefix}{self._norm_name}.{name}"] = f"norm.{name}"
+        for name, _ in self.layer.named_parameters():
+            names[prefix + plain_name(name)] = f"layer.{name}"
+        return names
 
     def forward(self, hidden: Tensor | None, batch: PackedBatch) -> Tensor:
         """``[T, 1, H] -> [T, 1, H]``."""
@@ -111,6 +122,8 @@ class LayerBlock(Block):
             raise ValueError("a layer needs the hidden states of the unit before it")
         context = self.context(batch, hidden.device)
         self._bda.context = context
+        if self.norm is not None:
+            hidden = self.norm(hidden)
         try:
             output, _ = self.layer(hidden, attention_mask=context)
         finally:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Mapping
+from dataclasses import MISSING, dataclass, fields
+from typing import Any, Literal
 
 from megatron_flex.model.layers import LayerList
 
@@ -17,7 +18,9 @@ class ModelConfig:
     Names and meaning follow Megatron-LM's arguments. ``vocab_size`` is the tokenizer's size;
     ``padded_vocab_size`` has the rows that ``--make-vocab-size-divisible-by`` adds, which take
     no part in the loss. ``binary_head`` is BERT's sentence-order head, with which Megatron sets
-    ``num_tokentypes`` to 2.
+    ``num_tokentypes`` to 2. ``openai_gelu`` is GELU by tanh, as in GPT-2.
+    ``apply_residual_connection_post_layernorm`` is the first BERT's order: each half of a layer
+    adds to its normalized input.
     """
 
     num_layers: int
@@ -32,11 +35,16 @@ class ModelConfig:
     position_embedding_type: PositionEmbedding = "learned_absolute"
     rotary_base: int = 10000
     rotary_percent: float = 1.0
+    use_rope_scaling: bool = False
+    rope_scaling_factor: float = 8.0
     normalization: Literal["LayerNorm", "RMSNorm"] = "LayerNorm"
     norm_epsilon: float = 1e-5
     swiglu: bool = False
+    openai_gelu: bool = False
+    apply_residual_connection_post_layernorm: bool = False
     untie_embeddings_and_output_weights: bool = False
     add_bias_linear: bool = True
+    add_qkv_bias: bool = False
     qk_layernorm: bool = False
     hidden_dropout: float = 0.1
     attention_dropout: float = 0.1
@@ -63,6 +71,8 @@ class ModelConfig:
             raise ValueError("BERT attends in both directions: set causal to false")
         if self.architecture == "gpt" and (self.binary_head or self.num_tokentypes):
             raise ValueError("token types and a sentence-order head belong to BERT")
+        if self.swiglu and self.openai_gelu:
+            raise ValueError("a gated MLP has SiLU: give --swiglu or --openai-gelu, not both")
         for flag, probability in (
             ("--hidden-dropout", self.hidden_dropout),
             ("--attention-dropout", self.attention_dropout),
@@ -71,9 +81,19 @@ class ModelConfig:
                 raise ValueError(f"{flag} must be at least 0 and below 1, not {probability}")
 
     @property
+    def qkv_bias(self) -> bool:
+        """Whether the projection to queries, keys and values has a bias."""
+        return self.add_bias_linear or self.add_qkv_bias
+
+    @property
     def layers(self) -> LayerList:
         """The layer list of this model."""
         return LayerList(self.num_layers, tied=not self.untie_embeddings_and_output_weights)
+
+
+def completed(values: Mapping[str, Any]) -> dict[str, Any]:
+    """A configuration as it was saved, with defaults for fields that did not exist yet."""
+    return {f.name: f.default for f in fields(ModelConfig) if f.default is not MISSING} | {**values}
 
 
 def loss_names(config: ModelConfig) -> tuple[str, ...]:

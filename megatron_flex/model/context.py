@@ -16,6 +16,7 @@ import torch
 from megatron_flex.data.packed import PackedBatch
 from megatron_flex.model.config import ModelConfig
 from megatron_flex.model.keys import packed_positions, token_keys
+from megatron_flex.model.rotary import frequencies
 
 
 class PackedContext:
@@ -74,16 +75,9 @@ class PackedContext:
     def rotary(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Cosine and sine of each packed token, ``[T, rotary dimensions / 2]`` float32.
 
-        The frequencies of megatron-core's ``RotaryEmbedding``, which itself asks for CUDA. The
-        first half of a head's rotated channels is paired with the second, as there.
+        The first half of a head's rotated channels is paired with the second, as in megatron-core.
         """
-        config = self._config
-        size = config.kv_channels
-        if config.rotary_percent < 1.0:
-            size = int(size * config.rotary_percent)
-        steps = torch.arange(0, size, 2, dtype=torch.float32, device=self.device)
-        frequencies = 1.0 / (config.rotary_base ** (steps / size))
-        angles = torch.outer(self.positions.float(), frequencies)
+        angles = torch.outer(self.positions.float(), frequencies(self._config, self.device))
         return angles.cos(), angles.sin()
 
 

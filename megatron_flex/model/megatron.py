@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -69,6 +69,7 @@ __all__ = [
     "AttnMaskType",
     "BertLMHead",
     "ColumnLinear",
+    "IdentityOp",
     "LanguageModelEmbedding",
     "LayerModules",
     "ModuleSpec",
@@ -183,6 +184,12 @@ def plain_name(name: str) -> str:
     return name
 
 
+def _activation(config: ModelConfig) -> Callable[[torch.Tensor], torch.Tensor]:
+    if config.swiglu:
+        return silu
+    return partial(gelu, approximate="tanh") if config.openai_gelu else gelu
+
+
 @cache
 def transformer_config(config: ModelConfig) -> TransformerConfig:
     """The megatron-core configuration of ``config``.
@@ -203,8 +210,9 @@ def transformer_config(config: ModelConfig) -> TransformerConfig:
             normalization=config.normalization,
             layernorm_epsilon=config.norm_epsilon,
             gated_linear_unit=config.swiglu,
-            activation_func=silu if config.swiglu else gelu,
+            activation_func=_activation(config),
             add_bias_linear=config.add_bias_linear,
+            add_qkv_bias=config.add_qkv_bias,
             qk_layernorm=config.qk_layernorm,
             hidden_dropout=config.hidden_dropout,
             attention_dropout=config.attention_dropout,

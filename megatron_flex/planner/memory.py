@@ -88,7 +88,7 @@ def parameter_sizes(config: ModelConfig, kind: Kind) -> tuple[int, ...]:
 
     if kind is Kind.ATTENTION:
         head_norms = (config.kv_channels,) * (2 * parts) if config.qk_layernorm else ()
-        return (*norm, *linear(hidden, qkv), *linear(query, hidden), *head_norms)
+        return (*norm, *linear(hidden, qkv, config.qkv_bias), *linear(query, hidden), *head_norms)
     if kind is Kind.MLP:
         wide = ffn * (2 if config.swiglu else 1)
         return (*norm, *linear(hidden, wide), *linear(ffn, hidden))

@@ -20,14 +20,11 @@ _REQUIRED: dict[str, tuple[Any, ...]] = {
     "hybrid_override_pattern": (None,),
     "heterogeneous_layers_config_path": (None,),
     "rotary_interleaved": (False,),
-    "use_rope_scaling": (False,),
     "rotary_scaling_factor": (1.0, None),
     "apply_layernorm_1p": (False,),
     "squared_relu": (False,),
     "quick_geglu": (False,),
-    "openai_gelu": (False,),
     "onnx_safe": (None, False),
-    "apply_residual_connection_post_layernorm": (False,),
     "position_embedding_type": ("learned_absolute", "rope", "none"),
     "normalization": ("LayerNorm", "RMSNorm"),
 }
@@ -72,8 +69,6 @@ def config_of(
                 f" {' or '.join(map(repr, values))}"
             )
     bias = given.get("add_bias_linear", True)
-    if given.get("add_qkv_bias", bias) and not bias:
-        raise CheckpointError("a bias in query, key and value alone (--add-qkv-bias) is not known")
     try:
         hidden, heads = given["hidden_size"], given["num_attention_heads"]
         padded = given["padded_vocab_size"]
@@ -93,13 +88,20 @@ def config_of(
             position_embedding_type=given.get("position_embedding_type", "learned_absolute"),
             rotary_base=given.get("rotary_base", 10000),
             rotary_percent=given.get("rotary_percent", 1.0),
+            use_rope_scaling=given.get("use_rope_scaling", False),
+            rope_scaling_factor=given.get("rope_scaling_factor", 8.0),
             normalization=given.get("normalization", "LayerNorm"),
             norm_epsilon=given.get("norm_epsilon", given.get("layernorm_epsilon", 1e-5)),
             swiglu=given.get("swiglu", False),
+            openai_gelu=given.get("openai_gelu", False),
+            apply_residual_connection_post_layernorm=given.get(
+                "apply_residual_connection_post_layernorm", False
+            ),
             untie_embeddings_and_output_weights=given.get(
                 "untie_embeddings_and_output_weights", False
             ),
             add_bias_linear=bias,
+            add_qkv_bias=given.get("add_qkv_bias", False) and not bias,
             qk_layernorm=given.get("qk_layernorm", False),
             hidden_dropout=given.get("hidden_dropout", 0.1),
             attention_dropout=given.get("attention_dropout", 0.1),
@@ -115,6 +117,15 @@ def config_of(
         raise CheckpointError(f"the checkpoint's arguments lack {error.args[0]}") from error
     except ValueError as error:
         raise CheckpointError(f"the checkpoint's arguments: {error}") from error
+
+
+def check_known_to_core(config: ModelConfig) -> None:
+    """Raise :class:`CheckpointError` for a model that megatron-core cannot compute."""
+    if config.apply_residual_connection_post_layernorm:
+        raise CheckpointError(
+            "the model has --apply-residual-connection-post-layernorm, which megatron-core accepts"
+            " and ignores: it would compute another one"
+        )
 
 
 def _true_size(given: Mapping[str, Any]) -> int | None:
@@ -154,12 +165,16 @@ def megatron_arguments(weights: Weights, *, ckpt_format: str) -> Namespace:
         "use_rotary_position_embeddings": c.position_embedding_type == "rope",
         "rotary_base": c.rotary_base,
         "rotary_percent": c.rotary_percent,
+        "use_rope_scaling": c.use_rope_scaling,
+        "rope_scaling_factor": c.rope_scaling_factor,
         "normalization": c.normalization,
         "norm_epsilon": c.norm_epsilon,
         "swiglu": c.swiglu,
+        "openai_gelu": c.openai_gelu,
+        "apply_residual_connection_post_layernorm": c.apply_residual_connection_post_layernorm,
         "untie_embeddings_and_output_weights": c.untie_embeddings_and_output_weights,
         "add_bias_linear": c.add_bias_linear,
-        "add_qkv_bias": c.add_bias_linear,
+        "add_qkv_bias": c.qkv_bias,
         "qk_layernorm": c.qk_layernorm,
         "hidden_dropout": c.hidden_dropout,
         "attention_dropout": c.attention_dropout,

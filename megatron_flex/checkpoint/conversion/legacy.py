@@ -14,7 +14,11 @@ import torch
 
 from megatron_flex.checkpoint import layout
 from megatron_flex.checkpoint.conversion import pickles
-from megatron_flex.checkpoint.conversion.arguments import config_of, megatron_arguments
+from megatron_flex.checkpoint.conversion.arguments import (
+    check_known_to_core,
+    config_of,
+    megatron_arguments,
+)
 from megatron_flex.checkpoint.conversion.names import to_local, to_transformer_engine
 from megatron_flex.checkpoint.conversion.shards import check_sizes, merge, split, stage_names
 from megatron_flex.checkpoint.conversion.weights import OUTPUT_LAYER, Weights
@@ -73,6 +77,7 @@ def read_legacy(
             " 2021: save it again with a newer Megatron-LM"
         )
     config = config_of(arguments, model_type, true_vocab_size)
+    check_known_to_core(config)
     tensors: dict[str, torch.Tensor] = {}
     layers = 0
     # Chunk c of stage p comes before chunk c + 1 of stage 0.
@@ -123,6 +128,7 @@ def write_legacy(
 
     ``transformer_engine`` chooses the names of the layer specification that will load it.
     """
+    check_known_to_core(weights.config)
     check_sizes(weights.config, tensor_parallel_size, pipeline_parallel_size)
     weights = replace(
         weights,

@@ -156,7 +156,7 @@ def _describe(weights: Weights) -> SimpleNamespace:
         output_layer=c.untie_embeddings_and_output_weights,
         position_embedding_type=c.position_embedding_type,
         linear_bias=c.add_bias_linear,
-        qkv_bias=c.add_bias_linear,
+        qkv_bias=c.qkv_bias,
         norm_has_bias=c.normalization == "LayerNorm",
         swiglu=c.swiglu,
         previous_tensor_parallel_size=weights.tensor_parallel_size,

@@ -60,7 +60,7 @@ def _layer(c: ModelConfig) -> Iterator[tuple[str, Shape]]:
     qkv = heads + 2 * c.num_query_groups * c.kv_channels
     attention, inner = "self_attention", c.ffn_hidden_size * (2 if c.swiglu else 1)
     yield from _norm(c, "input_layernorm", hidden)
-    yield from _linear(c, f"{attention}.linear_qkv", qkv, hidden)
+    yield from _linear(c, f"{attention}.linear_qkv", qkv, hidden, bias=c.qkv_bias)
     if c.qk_layernorm:
         yield from _norm(c, f"{attention}.q_layernorm", c.kv_channels)
         yield from _norm(c, f"{attention}.k_layernorm", c.kv_channels)

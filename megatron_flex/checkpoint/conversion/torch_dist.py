@@ -33,7 +33,11 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from megatron_flex.checkpoint import layout
 from megatron_flex.checkpoint.conversion import pickles
-from megatron_flex.checkpoint.conversion.arguments import config_of, megatron_arguments
+from megatron_flex.checkpoint.conversion.arguments import (
+    check_known_to_core,
+    config_of,
+    megatron_arguments,
+)
 from megatron_flex.checkpoint.conversion.legacy import source_directory
 from megatron_flex.checkpoint.conversion.names import to_local, to_transformer_engine
 from megatron_flex.checkpoint.conversion.weights import OUTPUT_LAYER, Weights
@@ -81,6 +85,7 @@ def read_torch_dist(
     if not isinstance(arguments, Namespace):
         raise CheckpointError(f"{path / COMMON} has no args: the model's shape is unknown")
     config = config_of(arguments, model_type, true_vocab_size)
+    check_known_to_core(config)
 
     reader = _Reader(path)
     try:
@@ -128,6 +133,7 @@ def read_torch_dist(
 
 def write_torch_dist(directory: Path, weights: Weights) -> Path:
     """Write a distributed checkpoint, which Megatron-LM loads on any layout, and the tracker."""
+    check_known_to_core(weights.config)
     arguments = megatron_arguments(weights, ckpt_format="torch_dist")
     directory.mkdir(parents=True, exist_ok=True)
     with layout.locked(directory):

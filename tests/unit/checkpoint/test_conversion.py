@@ -64,6 +64,13 @@ LLAMA_LIKE = replace(
     qk_layernorm=True,
     params_dtype="bfloat16",
 )
+QWEN_LIKE = replace(
+    LLAMA_LIKE,
+    qk_layernorm=False,
+    add_qkv_bias=True,
+    use_rope_scaling=True,
+    rope_scaling_factor=32.0,
+)
 BERT = replace(
     GPT,
     num_query_groups=4,
@@ -77,6 +84,8 @@ CONFIGS = [
     pytest.param(GPT, id="gpt"),
     pytest.param(LLAMA_LIKE, id="llama-like"),
     pytest.param(BERT, id="bert"),
+    pytest.param(QWEN_LIKE, id="qwen-like"),
+    pytest.param(replace(GPT, swiglu=False, openai_gelu=True), id="gpt-2-like"),
 ]
 
 
@@ -134,12 +143,12 @@ def assert_holds(model: torch.nn.Module, weights: Weights) -> None:
 @given(
     st.sampled_from(["learned_absolute", "rope", "none"]),
     st.sampled_from(["LayerNorm", "RMSNorm"]),
-    st.lists(st.booleans(), min_size=5, max_size=5),
+    st.lists(st.booleans(), min_size=7, max_size=7),
 )
 def test_the_shapes_are_those_of_the_model_that_is_trained(
     position: Any, normalization: Any, flags: list[bool]
 ) -> None:
-    swiglu, untied, bias, norms, bert = flags
+    swiglu, untied, bias, norms, bert, qkv_bias, after = flags
     config = replace(
         BERT if bert else GPT,
         num_layers=2,
@@ -149,6 +158,8 @@ def test_the_shapes_are_those_of_the_model_that_is_trained(
         untie_embeddings_and_output_weights=untied,
         add_bias_linear=bias,
         qk_layernorm=norms,
+        add_qkv_bias=qkv_bias,
+        apply_residual_connection_post_layernorm=after,
     )
     built = {
         name: tuple(parameter.shape)
@@ -169,6 +180,22 @@ def test_missing_superfluous_and_misshapen_weights_are_named() -> None:
         check_weights(replace(weights, tensors={**weights.tensors, "x": torch.zeros(1)}))
     with pytest.raises(CheckpointError, match=r"is \[5\]; a model of this shape has \[96\]"):
         check_weights(replace(weights, tensors={**weights.tensors, name: torch.zeros(5)}))
+
+
+def test_a_model_that_megatron_core_would_compute_otherwise_does_not_go_there(
+    tmp_path: Path,
+) -> None:
+    weights = random_weights(replace(BERT, apply_residual_connection_post_layernorm=True))
+    with pytest.raises(CheckpointError, match="accepts and ignores"):
+        write_torch_dist(tmp_path, weights)
+    with pytest.raises(CheckpointError, match="accepts and ignores"):
+        write_legacy(
+            tmp_path,
+            weights,
+            tensor_parallel_size=1,
+            pipeline_parallel_size=1,
+            transformer_engine=False,
+        )
 
 
 # ---- parts ------------------------------------------------------------------------------------

@@ -76,6 +76,8 @@ def gpt_model(config: ModelConfig) -> torch.nn.Module:
         position_embedding_type=config.position_embedding_type,
         rotary_percent=config.rotary_percent,
         rotary_base=config.rotary_base,
+        rope_scaling=config.use_rope_scaling,
+        rope_scaling_factor=config.rope_scaling_factor,
     )
 
 

@@ -32,6 +32,13 @@ GRID: dict[str, dict[str, Any]] = {
         "rotary_percent": 0.5,
         "rotary_base": 500,
     },
+    "rope, scaled": {
+        "position_embedding_type": "rope",
+        "rotary_base": 500000,
+        "kv_channels": 16,
+        "use_rope_scaling": True,
+        "rope_scaling_factor": 4.0,
+    },
     "no positions": {"position_embedding_type": "none"},
     "grouped queries": {"num_query_groups": 2},
     "one query group, untied, rope": {
@@ -52,6 +59,8 @@ GRID: dict[str, dict[str, Any]] = {
         "qk_layernorm": True,
     },
     "wide heads": {"kv_channels": 24},
+    "GELU by tanh": {"openai_gelu": True},
+    "a bias for queries, keys and values alone": {"add_bias_linear": False, "add_qkv_bias": True},
 }
 
 

@@ -26,6 +26,8 @@ MODELS = {
     "no dropout": replace(GPT, hidden_dropout=0.0, attention_dropout=0.0),
     "many words": replace(GPT, vocab_size=5000, padded_vocab_size=5120),
     "normed heads, gated": replace(GROUPED, qk_layernorm=True),
+    "biased heads, gated": replace(GROUPED, add_bias_linear=False, add_qkv_bias=True),
+    "norms first": replace(GPT, apply_residual_connection_post_layernorm=True, openai_gelu=True),
     "bf16": replace(GPT, params_dtype="bfloat16"),
     "gated bf16": replace(GROUPED, params_dtype="bfloat16"),
 }
