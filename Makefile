@@ -5,7 +5,7 @@
 #   make soak     the same properties with large counts, and the long runs
 #   make mutants  do the tests notice faults? tries some hundred, in copies of the tree
 #   make gpu      what needs a GPU: its tests, and its figures into gpu-results.json
-#   make lint     style, types, C++ format, one-way imports
+#   make lint     style, types, C++ format, shell scripts, one-way imports
 #   make native   build the C++ (and, where nvcc is found, CUDA) library into the package
 #   make clean    remove what was built; `make distclean` also removes .venv and runs
 #
@@ -64,6 +64,7 @@ gpu:
 lint: $(VENV)/.dev $(LIBRARY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/shellcheck $$(find examples -name '*.sh')
 	$(BIN)/clang-format --dry-run -Werror $$($(CPP))
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, NoReturn
 
@@ -32,7 +33,9 @@ from megatron_flex.loop.measures import MemoryMeasure, StallMeter, bubble, memor
 from megatron_flex.loop.memory import check_memory, memory_of_worker
 from megatron_flex.loop.open_plans import plans_change
 from megatron_flex.loop.opening import opening
-from megatron_flex.loop.plans import Choice, Recording
+from megatron_flex.loop.outputs import check_outputs
+from megatron_flex.loop.plans import Choice
+from megatron_flex.loop.recording import Recording
 from megatron_flex.loop.steps import Steps
 from megatron_flex.loop.stopping import Stopping
 from megatron_flex.loop.tracing import Tracing
@@ -48,6 +51,7 @@ from megatron_flex.runtime.launch import start
 from megatron_flex.runtime.optimizer import OptimizerConfig, StepSize
 from megatron_flex.runtime.step import StepResult
 from megatron_flex.runtime.world import World
+from megatron_flex.telemetry.files import Expendable
 from megatron_flex.telemetry.memory import memory_in_use
 from megatron_flex.telemetry.profiler import Profiler
 from megatron_flex.telemetry.progress import ProgressLog
@@ -88,6 +92,8 @@ def pretrain(config: Config) -> None:
                 if world.rank == world.size - 1:
                     print(" the run had ended when a worker died: nothing is left to do")
                 return
+            if world.rank == world.size - 1:
+                check_outputs(config)
             parts = assemble(config)
             try:
                 check_attention(parts.model, world.device)
@@ -146,7 +152,7 @@ class Trainer:
             Executor(world, self.holdings, optimizer, self.copies.arena()),
             self.coefficients,
         )
-        self.trace = Tracing(config.flexpipe.flexpipe_trace, world, self.iterations)
+        self.trace = Tracing(config.flexpipe.flexpipe_trace, world, self.iterations, first)
         self.stalls = StallMeter()
         self.memory = MemoryMeasure(config.flexpipe.memory_budget)
         self.switched = False
@@ -157,25 +163,31 @@ class Trainer:
         self.recorder = open_recorder(
             config,
             start_iteration=self.progress.iteration,
+            start_samples=self.progress.consumed_samples,
             active=self.speaks,
             peak_flops=_peak_flops(config),
         )
-        self.progress_log = None
+        progress_log = None
         if g.log_progress and self.speaks:
             assert config.checkpoint.save is not None, "arguments were checked"
-            self.progress_log = ProgressLog(
+            progress_log = ProgressLog(
                 config.checkpoint.save,
                 world.size,
                 flops=self.progress.flops,
                 tokens=self.progress.tokens,
             )
+        self.progress_log = Expendable(progress_log, self._say)
         record = config.flexpipe.flexpipe_record
-        self.recording = Recording(record, first) if record and self.speaks else None
+        recording = Recording(record, first) if record and self.speaks else None
+        self.recording = Expendable(recording, self._say)
         self.saved: int | None = None
         if self.speaks:
             self.recorder.note(dump(config))
             for line in opening(config, parts, plan, self.progress, self.coefficients):
                 self._say(line)
+        for notice in (self.trace.notice, recording and recording.notice):
+            if notice:
+                self._say(f" {notice}")
         self._say(f" plan: {plan}")
         self._say(f" {restored.source or 'random weights'}: starting at iteration"
                   f" {self.progress.iteration}")  # fmt: skip
@@ -208,8 +220,11 @@ class Trainer:
         """The whole run: training, then validation and test, unless training was stopped."""
         try:
             trained = self.config.evaluation.skip_train or self.train()
-        except DivergedError:
-            self.checkpoints.close()  # one that is being written is of a better state
+        except EXPECTED:
+            # A checkpoint that is being written is completed first, by all workers: those that the
+            # error does not concern wait for this one meanwhile.
+            with suppress(CheckpointError):
+                self.checkpoints.close()
             raise
         if trained:
             self.final_evaluation()
@@ -249,7 +264,7 @@ class Trainer:
             if _due(options.evaluation.eval_interval, iteration) and not any(signals):
                 signals = self._evaluate(self.parts.valid, f"iteration {iteration}")
             reason = self.stopping.reason(iteration, signals)
-            if any(signals[2:]):  # a save in the background failed on some worker
+            if any(signals[3:]):  # a save in the background failed on some worker
                 self.checkpoints.close()
             if _due(options.checkpoint.save_interval, iteration):
                 self._save()
@@ -297,8 +312,8 @@ class Trainer:
         told, following = self.steps.next(
             self.progress.iteration, micro_batches, last=self._is_last()
         )
-        if self.recording is not None:
-            self.recording.add(self.progress.iteration, current)
+        number = self.progress.iteration
+        self.recording(lambda to: to.add(number, current))
         result = self.iterations.train(
             source,
             batch,
@@ -324,8 +339,7 @@ class Trainer:
             tokens=done.tokens + batch.tokens,
             flops=done.flops + flops,
         )
-        if self.progress_log is not None:
-            self.progress_log.iteration(flops, batch.tokens)
+        self.progress_log(lambda to: to.iteration(flops, batch.tokens))
         elapsed = time.perf_counter() - began
         ratio = memory_ratio(result.measured, self.iterations.room)
         self.steps.measured(self.progress.iteration - 1, elapsed, ratio)
@@ -449,8 +463,8 @@ class Trainer:
         )
         self._say(f"  {verb} from iteration {self.progress.iteration:7d} to"
                   f" {self.config.checkpoint.save}")  # fmt: skip
-        if self.progress_log is not None:
-            self.progress_log.checkpoint(self.progress.iteration, asynchronous=asynchronous)
+        iteration = self.progress.iteration
+        self.progress_log(lambda to: to.checkpoint(iteration, asynchronous=asynchronous))
 
     def _say(self, line: str) -> None:
         if self.speaks:

@@ -38,7 +38,8 @@ class TrainingOptions:
     """Save and exit after this many minutes."""
 
     exit_signal_handler: bool = False
-    """Save and exit at the end of the iteration in which any worker received SIGTERM."""
+    """Save and exit at the end of the iteration in which any worker received SIGTERM or Ctrl-C; a
+    second Ctrl-C ends at once, without saving."""
 
     seed: int = option(1234, at_least=0, at_most=2**63 - 1)
     """Seed of the weights, of the order of the samples and of dropout."""

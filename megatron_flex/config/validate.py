@@ -491,6 +491,39 @@ def _read_profile(path: str) -> Profile:
     return Profile.load(Path(path))
 
 
+_DIRECTORIES = ("save", "tensorboard_dir", "wandb_save_dir")
+_WRITTEN = (*_DIRECTORIES, "log_file", "log_jsonl", "flexpipe_record", "flexpipe_trace")
+_READ = (
+    "flexpipe_plans",
+    "flexpipe_profile",
+    "flexpipe_cluster",
+    "tokenizer_model",
+    "vocab_file",
+    "merge_file",
+    "data_args_path",
+    "per_split_data_args_path",
+)
+
+
+def _files(config: Config) -> Problems:
+    """No file is written that is read, or written twice."""
+    values = config.values()
+    uses: dict[Path, str] = {}
+    for name in (*_READ, *_WRITTEN):
+        path = values[name]
+        if path is None:
+            continue
+        place = Path(path).resolve()
+        if place.exists() and not (place.is_file() or place.is_dir()):
+            continue  # /dev/null takes all
+        other = uses.setdefault(place, name)
+        if name in _WRITTEN and other != name and not {name, other} <= {*_DIRECTORIES}:
+            yield (
+                f"{flag_of(name)} {path} is the path of {flag_of(other)} too, and would overwrite"
+                " it: give another"
+            )
+
+
 _CHECKS: tuple[Callable[[Config], Problems], ...] = (
     _model,
     _data,
@@ -502,4 +535,5 @@ _CHECKS: tuple[Callable[[Config], Problems], ...] = (
     _parallel,
     _recompute,
     _switching,
+    _files,
 )

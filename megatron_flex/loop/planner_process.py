@@ -31,6 +31,9 @@ class PlannerProcess:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+            # Ctrl-C is for the workers, which may go on to save (--exit-signal-handler). The end of
+            # the questions ends this process.
+            start_new_session=True,
         )
         self._replies: queue.SimpleQueue[Answer | Done | None] = queue.SimpleQueue()
         self._asked: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()

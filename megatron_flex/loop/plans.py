@@ -141,37 +141,3 @@ def _handed_over(
             )
         result.add((slab, device))
     return frozenset(result)
-
-
-class Recording:
-    """Writes the plan of every iteration, one a line, with its reason as a comment.
-
-    A run that resumes at iteration k keeps the first k lines. Where there are fewer, its first plan
-    stands for those that are missing: line k + 1 is always iteration k + 1.
-    """
-
-    def __init__(self, path: str, iteration: int) -> None:
-        self._path = Path(path)
-        kept: list[str] = []
-        if self._path.exists():
-            kept = self._path.read_text(encoding="utf-8").splitlines()[:iteration]
-        self._missing = range(len(kept) + 1, iteration + 1)
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = self._path.with_name(f".{self._path.name}.new")
-        temporary.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
-        temporary.replace(self._path)
-
-    def add(self, iteration: int, choice: Choice) -> None:
-        """Append the plan of ``iteration``."""
-        notes = [f"iteration {iteration + 1}"]
-        if choice.action:
-            notes.append(f"action {choice.action}")
-        if choice.reason:
-            notes.append(" ".join(choice.reason.split()))
-        late = ",".join(f"{slab}@{device}" for slab, device in sorted(choice.late))
-        text = f"{choice.plan} ~ {late}" if late else str(choice.plan)
-        with self._path.open("a", encoding="utf-8") as file:
-            for number in self._missing:
-                file.write(f"{choice.plan}  # iteration {number}; not recorded\n")
-            self._missing = range(0)
-            file.write(f"{text}  # {'; '.join(notes)}\n")

@@ -2,25 +2,43 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
 from megatron_flex.loop.iteration import Iterations
 from megatron_flex.planner.package import computes
 from megatron_flex.runtime.world import World
-from megatron_flex.telemetry.trace import TraceWriter, join
+from megatron_flex.telemetry.files import Expendable
+from megatron_flex.telemetry.trace import TraceWriter, join, parts_of, resume
 
 
 class Tracing:
-    """One worker's part of ``--flexpipe-trace``; does nothing without a path."""
+    """One worker's part of ``--flexpipe-trace``; does nothing without a path.
 
-    def __init__(self, path: str | None, world: World, iterations: Iterations) -> None:
-        self._path = path
+    Attributes:
+        notice: on the first worker, what became of an earlier run's trace.
+    """
+
+    def __init__(
+        self, path: str | None, world: World, iterations: Iterations, start_iteration: int = 0
+    ) -> None:
+        """Go on in the trace after ``start_iteration``; collective."""
+        self._path = None if path is None else Path(path)
         self._world = world
         self._iterations = iterations
-        self._writer = TraceWriter(path, world.rank) if path is not None else None
+        self.notice: str | None = None
+        if self._path is not None:
+            if world.rank == 0:
+                self.notice = resume(self._path, start_iteration)
+            world.barrier()
+        writer = None if path is None else TraceWriter(path, world.rank)
+        self._writer = Expendable(writer, self._warn)
         iterations.executor.clock.trace = path is not None
 
     def add(self, iteration: int) -> None:
         """Append the iteration that has just run."""
-        if self._writer is None:
+        clock = self._iterations.executor.clock
+        if not clock.trace:
             return
         last = self._iterations.last
         assert last is not None
@@ -33,18 +51,27 @@ class Tracing:
                 "schedule": told.schedule,
                 "seconds": told.seconds,
             }
-        spans = self._iterations.executor.clock.spans
-        planned = zip(computes(told.part.instructions), told.planned, strict=True)
-        self._writer.add(
-            iteration, ((s.instruction, s.start, s.stop) for s in spans), about, dict(planned)
-        )
-        spans.clear()
+        spans = [(s.instruction, s.start, s.stop) for s in clock.spans]
+        planned = dict(zip(computes(told.part.instructions), told.planned, strict=True))
+        self._writer(lambda writer: writer.add(iteration, spans, about, planned))
+        clock.spans.clear()
+        clock.trace = self._writer.writer is not None
 
     def close(self) -> None:
         """Join the parts of all workers; collective."""
-        if self._writer is None or self._path is None:
+        path = self._path
+        if path is None:
             return
-        self._writer.close()
+        self._writer(TraceWriter.close)
         self._world.barrier()
         if self._world.rank == 0:
-            join(self._path, self._world.size)
+            Expendable(path, self._warn_of_parts)(join)
+
+    def _warn(self, text: str) -> None:
+        print(f"{text} on worker {self._world.rank}", file=sys.stderr, flush=True)
+
+    def _warn_of_parts(self, text: str) -> None:
+        assert self._path is not None
+        kept = ", ".join(map(str, parts_of(self._path)))
+        print(f"{text}: it stays in {kept}, which the next run with this flag joins",
+              file=sys.stderr, flush=True)  # fmt: skip

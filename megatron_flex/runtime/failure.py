@@ -15,7 +15,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, NoReturn
 
 from megatron_flex.runtime.words import say_once
@@ -169,8 +169,9 @@ def run(main: Callable[[], None]) -> NoReturn:
         _leave_groups()
     elif message:
         _tell_launcher(message)
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError):  # it goes to a full disk, or nobody reads it
+            stream.flush()
     os._exit(status)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 
 from megatron_flex.telemetry.interval import IntervalSummary
@@ -53,5 +54,6 @@ class ConsoleSink:
 
 
 def say(line: str) -> None:
-    """Print a line at once."""
-    print(line, flush=True)
+    """Print a line at once. Training goes on where nobody reads it, or the disk is full."""
+    with contextlib.suppress(OSError):
+        print(line, flush=True)

@@ -2,7 +2,8 @@
 
 Every line is written at once and complete, so a process that is killed leaves at most one torn line
 at the end, which the next run removes. A run that resumes at iteration k removes what an earlier
-run wrote after k: it will write these iterations again.
+run wrote after k: it will write these iterations again. A run that starts anew gives the file of an
+earlier one another name.
 """
 
 from __future__ import annotations
@@ -10,14 +11,23 @@ from __future__ import annotations
 import json
 import math
 import os
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from megatron_flex.telemetry.files import (
+    GrowingFile,
+    not_ours,
+    replace,
+    said,
+    set_aside,
+    try_file,
+)
 from megatron_flex.telemetry.interval import IntervalSummary
 from megatron_flex.telemetry.record import IterationRecord, ValidationRecord
-from megatron_flex.telemetry.sink import TelemetryError
+
+FLAG = "--log-jsonl"
+_BEGIN = b'{"event": "'
 
 
 class JsonlSink:
@@ -26,20 +36,20 @@ class JsonlSink:
     Each object has ``event`` (``iteration``, ``validation`` or ``test``) and ``iteration``. Numbers
     that are not finite are the strings ``NaN``, ``Infinity`` and ``-Infinity``.
 
+    Attributes:
+        notice: what became of an earlier run's lines, if there were any in the way.
+
     Raises:
-        TelemetryError: when the file cannot be read or written, at construction or later.
+        TelemetryError: when the file cannot be read or written, or is another's.
     """
 
     def __init__(self, path: str | os.PathLike[str], start_iteration: int = 0) -> None:
         """Open ``path``; keep only what belongs to iterations up to ``start_iteration``."""
         self._path = Path(path)
-        try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            keep_until(self._path, start_iteration)
-            flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
-            self._file = os.open(self._path, flags, 0o644)
-        except OSError as error:
-            raise self._error(error) from error
+        check(self._path)
+        with said(self._path, FLAG):
+            self.notice = keep_until(self._path, start_iteration)
+        self._file = GrowingFile(self._path, FLAG)
 
     def iteration(self, record: IterationRecord) -> None:
         """Append one object."""
@@ -63,24 +73,10 @@ class JsonlSink:
 
     def close(self) -> None:
         """Close the file."""
-        if self._file >= 0:
-            os.close(self._file)
-            self._file = -1
+        self._file.close()
 
     def _append(self, values: Mapping[str, Any]) -> None:
-        line = (json.dumps({k: _plain(v) for k, v in values.items()}) + "\n").encode()
-        try:
-            written = os.write(self._file, line)
-        except OSError as error:
-            raise self._error(error) from error
-        if written < len(line):
-            raise TelemetryError(f"--log-jsonl {self._path}: the disk is full; free some space")
-
-    def _error(self, error: OSError) -> TelemetryError:
-        return TelemetryError(
-            f"--log-jsonl {self._path} cannot be written: {error.strerror or error}; give a file in"
-            " a directory with write permission and space"
-        )
+        self._file.append((json.dumps({k: _plain(v) for k, v in values.items()}) + "\n").encode())
 
 
 def iteration_object(record: IterationRecord) -> dict[str, Any]:
@@ -118,38 +114,50 @@ def read(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
         return [o for o in objects if o is not None]
 
 
-def keep_until(path: Path, iteration: int) -> None:
-    """Remove torn lines and the records of iterations after ``iteration``.
+def check(path: Path) -> None:
+    """Raise ``TelemetryError`` unless a run may write there."""
+    try_file(path, FLAG)
+    if path.is_file():
+        with said(path, FLAG), path.open("rb") as lines:
+            if any(_parse(line) is None and not _is_torn(line) for line in lines):
+                raise not_ours(path, FLAG, "a log of iterations")
 
-    The file is replaced as a whole, and only if something has to go.
+
+def keep_until(path: Path, iteration: int) -> str | None:
+    """Remove torn lines and the records of iterations after ``iteration``; a word on it.
+
+    The file is replaced as a whole, and only if something has to go. With ``iteration`` 0 it gets
+    another name instead.
     """
-    if not path.exists():
-        return
+    if not path.is_file() or not path.stat().st_size:
+        return None
     with path.open("rb") as lines:
-        changed = any(not _belongs(line, iteration) for line in lines)
-    if not changed:
-        return
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.name + ".")
-    try:
-        with os.fdopen(handle, "wb") as kept, path.open("rb") as lines:
-            kept.writelines(line for line in lines if _belongs(line, iteration))
-            kept.flush()
-            os.fsync(kept.fileno())
-        os.chmod(name, path.stat().st_mode & 0o777)
-        os.replace(name, path)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
+        parsed = [None if v is None else v["iteration"] <= iteration for v in map(_parse, lines)]
+    late = parsed.count(False)
+    if iteration == 0 and late:
+        return f"{FLAG}: the log of an earlier run is now {set_aside(path)}"
+    if late or None in parsed:
+        with path.open("rb") as lines:
+            replace(path, (line for line, kept in zip(lines, parsed, strict=True) if kept))
+    if not late:
+        return None
+    return (
+        f"{FLAG}: {late} records of iterations after {iteration}, which are trained again, were"
+        " removed"
+    )
 
 
-def _belongs(line: bytes, iteration: int) -> bool:
-    values = _parse(line)
-    return values is not None and values["iteration"] <= iteration
+def _is_torn(line: bytes) -> bool:
+    """The rest of a line of ours (at the end), or of blocks that the system never filled."""
+    rest = line.strip(b"\x00\r\n ")
+    if line.endswith(b"\n"):
+        return not rest
+    return rest.startswith(_BEGIN) or _BEGIN.startswith(rest)
 
 
 def _parse(line: bytes) -> dict[str, Any] | None:
     """The object of a complete line of ours, else ``None``."""
-    if not line.endswith(b"\n"):
+    if not line.endswith(b"\n") or not line.startswith(_BEGIN):
         return None
     try:
         values = json.loads(line)

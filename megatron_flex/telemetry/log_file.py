@@ -2,46 +2,40 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
-from megatron_flex.telemetry.sink import TelemetryError
+from megatron_flex.telemetry.files import GrowingFile, not_ours, said, try_file
+
+FLAG = "--log-file"
+TITLE = b"------------------------ arguments"
+"""How a log file begins: see ``arguments.dump``."""
 
 
 class LogFile:
     """A text file that grows by whole lines; a resumed run goes on in the same file.
 
     Raises:
-        TelemetryError: the file cannot be written.
+        TelemetryError: the file cannot be written, or is another's.
     """
 
     def __init__(self, path: str) -> None:
-        self._path = path
-        try:
-            Path(path).parent.mkdir(parents=True, exist_ok=True)
-            self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-        except OSError as error:
-            raise self._error(error) from error
+        check(Path(path))
+        self._file = GrowingFile(Path(path), FLAG)
 
     def write(self, text: str) -> None:
         """Append a line."""
-        if self._file < 0:
-            return
-        data = (text + "\n").encode()
-        try:
-            while data:
-                data = data[os.write(self._file, data) :]
-        except OSError as error:
-            raise self._error(error) from error
+        self._file.append((text + "\n").encode())
 
     def close(self) -> None:
         """Close the file; what is written later is lost."""
-        if self._file >= 0:
-            os.close(self._file)
-            self._file = -1
+        self._file.close()
 
-    def _error(self, error: OSError) -> TelemetryError:
-        return TelemetryError(
-            f"--log-file {self._path} cannot be written: {error.strerror or error}; give a file in"
-            " a directory with write permission and space"
-        )
+
+def check(path: Path) -> None:
+    """Raise ``TelemetryError`` unless a run may write there."""
+    try_file(path, FLAG)
+    if path.is_file():
+        with said(path, FLAG), path.open("rb") as file:
+            begin = file.read(len(TITLE))
+        if begin and not TITLE.startswith(begin):
+            raise not_ours(path, FLAG, "a log")

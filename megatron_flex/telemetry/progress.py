@@ -7,7 +7,7 @@ import time
 from datetime import datetime
 from pathlib import Path
 
-from megatron_flex.telemetry.sink import TelemetryError
+from megatron_flex.telemetry.files import GrowingFile
 
 _TIME = "%Y-%m-%d %H:%M:%S"
 
@@ -64,15 +64,12 @@ class ProgressLog:
     def _append(self, text: str) -> None:
         stamp = datetime.now().strftime(_TIME)
         job = os.environ.get("SLURM_JOB_ID", "")
+        file = GrowingFile(self._path, "--log-progress:")
         try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            with self._path.open("a", encoding="utf-8") as file:
-                file.write(f"{stamp}\tJob ID: {job}\t# GPUs: {self._world_size}\t{text}\n")
-        except OSError as error:
-            raise TelemetryError(
-                f"--log-progress: {self._path} cannot be written: {error.strerror or error}; give a"
-                " --save directory with write permission and space, or remove the flag"
-            ) from error
+            line = f"{stamp}\tJob ID: {job}\t# GPUs: {self._world_size}\t{text}\n"
+            file.append(line.encode())
+        finally:
+            file.close()
 
 
 def earliest_start(path: Path, world_size: int) -> tuple[float, float] | None:

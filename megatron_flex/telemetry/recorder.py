@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from megatron_flex.config.config import Config
 from megatron_flex.telemetry.console import ConsoleSink, say
+from megatron_flex.telemetry.files import Expendable
 from megatron_flex.telemetry.interval import Interval
 from megatron_flex.telemetry.jsonl import JsonlSink
 from megatron_flex.telemetry.log_file import LogFile
@@ -19,7 +20,10 @@ from megatron_flex.telemetry.wandb import WandbSink
 
 
 class Recorder:
-    """Passes records on to sinks. Use it in a ``with`` statement, or close it."""
+    """Passes records on to sinks. Use it in a ``with`` statement, or close it.
+
+    A sink that cannot be written to any more is given up with a warning; training goes on.
+    """
 
     def __init__(
         self,
@@ -28,10 +32,10 @@ class Recorder:
         echo: Callable[[str], None] | None = None,
         file: LogFile | None = None,
     ) -> None:
-        self._sinks = tuple(sinks)
         self._interval = interval
         self._echo = echo
-        self._file = file
+        self._file = Expendable(file, self.say)
+        self._sinks = tuple(Expendable(sink, self.say) for sink in sinks)
 
     def say(self, line: str) -> None:
         """Put a line on the screen and into ``--log-file``."""
@@ -41,36 +45,35 @@ class Recorder:
 
     def note(self, text: str) -> None:
         """Put lines into ``--log-file`` alone."""
-        if self._file is not None:
-            self._file.write(text)
+        self._file(lambda file: file.write(text))
 
     def summary(self, config: Config, saved: int | None) -> Iterable[str]:
         """The lines that end a run."""
         for sink in self._sinks:
-            if isinstance(sink, Summary):
-                yield from sink.lines(config, saved)
+            if isinstance(sink.writer, Summary):
+                yield from sink.writer.lines(config, saved)
 
     def iteration(self, record: IterationRecord) -> None:
         """Record one training iteration; call it once for each, in order."""
         for sink in self._sinks:
-            sink.iteration(record)
+            sink(lambda to: to.iteration(record))
         summary = self._interval.add(record)
         if summary is not None:
+            found = summary
             for sink in self._sinks:
-                sink.interval(summary)
+                sink(lambda to: to.interval(found))
 
     def validation(self, record: ValidationRecord) -> None:
         """Record one validation or test."""
         for sink in self._sinks:
-            sink.validation(record)
+            sink(lambda to: to.validation(record))
 
     def close(self) -> None:
         """Write out what is pending; nothing can be recorded afterwards."""
         sinks, self._sinks = self._sinks, ()
         for sink in sinks:
-            sink.close()
-        if self._file is not None:
-            self._file.close()
+            sink(lambda to: to.close())
+        self._file(lambda file: file.close())
 
     def __enter__(self) -> Recorder:
         return self
@@ -83,6 +86,7 @@ def open_recorder(
     config: Config,
     *,
     start_iteration: int = 0,
+    start_samples: int = 0,
     active: bool = True,
     peak_flops: float | None = None,
     echo: Callable[[str], None] | None = None,
@@ -91,7 +95,9 @@ def open_recorder(
 
     Args:
         config: the configuration.
-        start_iteration: iterations already trained; later ones in the JSONL file are removed.
+        start_iteration: iterations already trained; later ones in the JSONL file and in TensorBoard
+            are removed.
+        start_samples: training samples of these iterations.
         active: whether this worker records (Megatron-LM: the last one). The recorder of the
             others takes records and does nothing.
         peak_flops: peak FLOP/s of a worker's device where it is known; ``--device-peak-tflops``
@@ -119,10 +125,12 @@ def open_recorder(
     file = None
     if g.log_file is not None:
         file = LogFile(g.log_file)
+
+        def note(line: str) -> None:
+            recorder.note(line)
+
         sinks.append(
-            ConsoleSink(
-                config.training.train_iters, log_throughput=g.log_throughput, echo=file.write
-            )
+            ConsoleSink(config.training.train_iters, log_throughput=g.log_throughput, echo=note)
         )
     if g.log_jsonl is not None:
         sinks.append(JsonlSink(g.log_jsonl, start_iteration))
@@ -141,6 +149,7 @@ def open_recorder(
                 options,
                 log_interval=g.tensorboard_log_interval,
                 queue_size=g.tensorboard_queue_size,
+                start=(start_iteration, start_samples),
             )
         )
     if g.wandb_project is not None:
@@ -155,4 +164,8 @@ def open_recorder(
                 log_interval=g.tensorboard_log_interval,
             )
         )
-    return Recorder(sinks, interval, echo or say, file)
+    recorder = Recorder(sinks, interval, echo or say, file)
+    for sink in sinks:
+        if isinstance(sink, JsonlSink | TensorBoardSink) and sink.notice is not None:
+            recorder.say(f" {sink.notice}")
+    return recorder

@@ -9,6 +9,9 @@ from megatron_flex.telemetry.interval import IntervalSummary
 from megatron_flex.telemetry.log_line import perplexity
 from megatron_flex.telemetry.record import IterationRecord, ValidationRecord
 
+BY_SAMPLES = " vs samples"
+"""End of the names of series over consumed samples, as in Megatron-LM."""
+
 
 @dataclass(frozen=True)
 class Scalar:

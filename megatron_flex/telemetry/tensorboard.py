@@ -1,12 +1,15 @@
-"""TensorBoard files, through ``torch.utils.tensorboard``."""
+"""TensorBoard files, in the form that ``torch.utils.tensorboard`` gives them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from pathlib import Path
 
+from megatron_flex.telemetry.files import make_directory, said, try_file
 from megatron_flex.telemetry.interval import IntervalSummary
 from megatron_flex.telemetry.record import IterationRecord, ValidationRecord
 from megatron_flex.telemetry.scalars import (
+    BY_SAMPLES,
     Scalar,
     ScalarOptions,
     interval_scalars,
@@ -15,9 +18,16 @@ from megatron_flex.telemetry.scalars import (
 )
 from megatron_flex.telemetry.sink import TelemetryError
 
+FLAG = "--tensorboard-dir"
+
 
 class TensorBoardSink:
     """Writes Megatron's series to a directory.
+
+    A run that resumes removes the points of iterations that it repeats.
+
+    Attributes:
+        notice: what became of an earlier run's points, if there were any in the way.
 
     Raises:
         TelemetryError: when the ``tensorboard`` package is missing or the directory is not
@@ -31,21 +41,23 @@ class TensorBoardSink:
         *,
         log_interval: int = 1,
         queue_size: int = 1000,
+        start: tuple[int, int] = (0, 0),
     ) -> None:
+        """Open a new file; keep only what belongs to ``start``'s iterations and samples."""
+        check(Path(directory))
         try:
             # Imported here: it takes seconds and is optional.
-            from torch.utils.tensorboard import SummaryWriter
+            from torch.utils.tensorboard import summary
+
+            from megatron_flex.telemetry import events
         except ImportError as error:
             raise TelemetryError(
                 f"--tensorboard-dir needs the tensorboard package ({error}): install it, or remove"
                 " the flag"
             ) from error
-        try:
-            self._writer = SummaryWriter(log_dir=directory, max_queue=queue_size)
-        except OSError as error:
-            raise TelemetryError(
-                f"--tensorboard-dir {directory} cannot be written: {error.strerror or error}"
-            ) from error
+        self.notice = events.keep_until(Path(directory), *start)
+        self._file = events.EventFile(Path(directory), queue_size)
+        self._summary = summary
         self._options = options
         self._log_interval = log_interval
         self._plan = ""
@@ -58,7 +70,7 @@ class TensorBoardSink:
 
         if record.plan != self._plan:
             self._plan = record.plan
-            self._writer.add_text("plan", f"`{record.plan}`", record.iteration)
+            self._file.add(self._summary.text("plan", f"`{record.plan}`"), record.iteration)
 
     def interval(self, summary: IntervalSummary) -> None:
         """Points of a log line."""
@@ -72,11 +84,24 @@ class TensorBoardSink:
 
     def close(self) -> None:
         """Write out what is queued."""
-        self._writer.close()
+        self._file.close()
 
     def _add(self, scalars: Iterable[Scalar], iteration: int, samples: int) -> None:
-        for scalar in scalars:
-            self._writer.add_scalar(scalar.name, scalar.value, iteration)
-            if scalar.by_samples:
-                name = f"{scalar.name} vs samples"
-                self._writer.add_scalar(name, scalar.value, samples)
+        found = list(scalars)
+        over_samples = [(f"{s.name}{BY_SAMPLES}", s.value) for s in found if s.by_samples]
+        for step, points in (
+            (iteration, [(s.name, s.value) for s in found]),
+            (samples, over_samples),
+        ):
+            if points:
+                first, *others = (self._summary.scalar(*point) for point in points)
+                for other in others:
+                    first.MergeFrom(other)
+                self._file.add(first, step)
+
+
+def check(directory: Path) -> None:
+    """Raise ``TelemetryError`` unless files can be made there."""
+    with said(directory, FLAG):
+        make_directory(directory)
+    try_file(directory / "events.out.tfevents", FLAG)

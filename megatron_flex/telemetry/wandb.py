@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import importlib
-import os
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
+from megatron_flex.telemetry.files import make_directory, said, try_file
 from megatron_flex.telemetry.interval import IntervalSummary
 from megatron_flex.telemetry.record import IterationRecord, ValidationRecord
 from megatron_flex.telemetry.scalars import (
@@ -17,6 +18,8 @@ from megatron_flex.telemetry.scalars import (
     validation_scalars,
 )
 from megatron_flex.telemetry.sink import TelemetryError
+
+FLAG = "--wandb-save-dir"
 
 
 class WandbSink:
@@ -43,7 +46,7 @@ class WandbSink:
             raise TelemetryError(
                 f"--wandb-project needs the wandb package ({error}): install it, or remove the flag"
             ) from error
-        os.makedirs(directory, exist_ok=True)
+        check(Path(directory))
         self._run = wandb.init(
             project=project, name=name, dir=directory, entity=entity, config=dict(config or {})
         )
@@ -72,3 +75,10 @@ class WandbSink:
         values = {scalar.name: scalar.value for scalar in scalars}
         if values:
             self._run.log(values, step=iteration)
+
+
+def check(directory: Path) -> None:
+    """Raise ``TelemetryError`` unless files can be made there."""
+    with said(directory, FLAG):
+        make_directory(directory)
+    try_file(directory / "run", FLAG)

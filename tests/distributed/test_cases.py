@@ -60,7 +60,18 @@ row   test
       test_a_list_that_means_nothing_is_refused; test_words_of_a_file_are_read_whole
 31    unit/loop/test_assemble.py:
       test_a_split_that_rounds_to_no_validation_document_is_an_error
+32    unit/telemetry/test_tensorboard.py: test_a_resumed_run_leaves_one_point_a_step;
+      end_to_end/test_outputs.py: test_a_resumed_run_has_each_iteration_once_in_all_its_files
 33    end_to_end/test_early_exits.py: test_every_early_exit_is_said_once
+34    unit/loop/test_outputs.py: test_a_directory_is_no_file; test_a_full_disk_is_said;
+      test_a_directory_that_cannot_be_made_is_said; unit/telemetry/test_recorder.py:
+      test_a_disk_that_fills_up_costs_the_logs_and_not_the_run; test_failures.py:
+      test_a_log_that_cannot_be_written_is_said_once;
+      test_a_disk_that_fills_up_under_the_logs_costs_the_logs_alone
+35    unit/loop/test_outputs.py: test_what_is_not_ours_is_refused_and_stays;
+      unit/telemetry/test_jsonl.py: test_a_file_that_is_not_ours_stays_as_it_is;
+      test_a_run_that_starts_anew_keeps_the_log_of_an_earlier_one; unit/config/test_validate.py:
+      test_a_file_that_is_named_twice_is_refused
 36    test_planned.py:
       test_a_profile_of_another_model_is_refused_and_of_another_machine_warned_of;
       unit/cluster/test_profile.py:
@@ -76,6 +87,11 @@ row   test
 40    unit/data/test_gpt.py: test_a_loss_of_one_percent_of_the_tokens_is_worth_a_warning;
       test_the_parts_of_long_documents_have_every_token_once; unit/loop/test_assemble.py:
       test_what_is_cut_off_is_said_at_the_start
+41    test_failures.py:
+      test_a_signal_to_any_worker_saves_after_the_iteration_and_ends_all_with_status_0;
+      unit/loop/test_stopping.py: test_a_later_ctrl_c_ends_at_once
+42    unit/telemetry/test_trace.py: test_a_resumed_run_goes_on_in_the_same_trace;
+      end_to_end/test_outputs.py: test_a_resumed_run_has_each_iteration_once_in_all_its_files
 44    end_to_end/test_resume.py: test_a_bfloat16_run_goes_on_from_weights_that_were_loaded_alone
 45    unit/tools/test_preprocess_data.py: test_no_line_is_lost_between_workers;
       unit/data/test_sources.py: test_two_equal_sets_of_a_blend_have_orders_of_their_own;

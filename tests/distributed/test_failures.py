@@ -151,16 +151,21 @@ def test_a_wait_that_is_too_long_says_what_it_waited_for(
 # ---- stopping on request ---------------------------------------------------------------------
 
 
-def test_sigterm_to_any_worker_saves_after_the_iteration_and_ends_all_with_status_0(
-    tmp_path: Path,
+@pytest.mark.parametrize(
+    ("number", "name"), [(signal.SIGTERM, "SIGTERM"), (signal.SIGINT, "SIGINT (Ctrl-C)")]
+)
+def test_a_signal_to_any_worker_saves_after_the_iteration_and_ends_all_with_status_0(
+    tmp_path: Path, number: signal.Signals, name: str
 ) -> None:
     checkpoints, log = tmp_path / "checkpoints", tmp_path / "log.jsonl"
     more = [*saving(checkpoints), "--exit-signal-handler", "--log-jsonl", str(log)]
     with Job(tmp_path / "job").start("pretrain_gpt.py", [*ENDLESS, *more], size=3) as job:
         job.wait_for("iteration        3/", 2)
-        job.signal(1, signal.SIGTERM)
+        for rank in (1, 2) if number == signal.SIGINT else (1,):  # a terminal tells several
+            job.signal(rank, number)
         assert job.wait(SECONDS) == [0, 0, 0]
-    assert "exiting program after receiving SIGTERM." in job.text(2)
+    assert f"exiting program after receiving {name}." in job.text(2)
+    assert "Traceback" not in job.output
     saved = latest(checkpoints)
     assert saved is not None
     verify(checkpoints, saved)
@@ -390,9 +395,62 @@ def test_a_disk_that_fills_up_is_said_once_and_the_previous_checkpoint_stays(
     assert [p.name for p in directory.iterdir() if p.name.startswith(".tmp")] == []
 
 
-@pytest.mark.parametrize("flag", ["--log-jsonl", "--tensorboard-dir"])
+@pytest.mark.parametrize("flag", ["--log-jsonl", "--flexpipe-trace"])
 def test_a_log_that_cannot_be_written_is_said_once(tmp_path: Path, flag: str) -> None:
     (tmp_path / "file").write_text("")
     flags = alone(2, "--pipeline-model-parallel-size", "2", flag, str(tmp_path / "file/log"))
     message = refused(tmp_path / "job", flags)
     assert message.startswith(f"{flag} {tmp_path}/file/log cannot be written")
+
+
+def harmed_files(rank: int) -> None:
+    """From the fourth iteration on no file but a checkpoint's takes more than ten bytes a write."""
+    import errno
+
+    from megatron_flex.telemetry import files
+    from megatron_flex.training import Trainer
+
+    class Full:
+        """The system's functions on a disk that is full."""
+
+        full = False
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(os, name)
+
+        def write(self, file: int, data: Any) -> int:
+            if self.full and len(data) <= 10:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            return os.write(file, data[:10] if self.full else data)
+
+    disk = Full()
+    files.os = disk  # type: ignore[assignment]
+    step = Trainer._step
+
+    def watched(self: Trainer, *arguments: Any) -> Any:
+        disk.full = self.progress.iteration >= 3
+        return step(self, *arguments)
+
+    Trainer._step = watched  # type: ignore[method-assign, assignment]
+
+
+def test_a_disk_that_fills_up_under_the_logs_costs_the_logs_alone(tmp_path: Path) -> None:
+    names = ("log-file", "log-jsonl", "flexpipe-record", "flexpipe-trace", "tensorboard-dir")
+    outputs = [word for name in names for word in (f"--{name}", str(tmp_path / name))]
+    more = [*saving(tmp_path / "saved", 2), "--async-save", "--tensorboard-queue-size", "1"]
+    flags = [*alone(6, "--pipeline-model-parallel-size", "2"), *more, *outputs]
+    with Job(tmp_path / "job") as job:
+        job.start("pretrain_gpt.py", flags, size=2, before=harmed_files)
+        assert job.wait() == [0, 0], job.output
+    warned = re.findall(r"^ warning: --(\S+) .* cannot be written: No space left", job.output, re.M)
+    assert sorted(warned) == sorted(
+        (*names, "flexpipe-trace")
+    )  # each worker has a part of the trace
+    assert "Traceback" not in job.output
+    assert latest(tmp_path / "saved") == 6
+    verify(tmp_path / "saved")
+    done = [json.loads(line)["iteration"] for line in (tmp_path / "log-jsonl").open()]
+    assert done == [1, 2, 3]
+    assert len((tmp_path / "flexpipe-record").read_text().splitlines()) == 3
+    events = json.loads((tmp_path / "flexpipe-trace").read_text())["traceEvents"]
+    assert {e["args"]["iteration"] for e in events if e.get("ph") == "X"} == {1, 2, 3}

@@ -355,3 +355,28 @@ def test_a_file_with_data_paths_for_each_split_is_read_and_checked(tmp_path: Pat
     for content in ('{"train": ["a"]}', "[1]", "{", '{"train": 3, "valid": 1, "test": 2}', "3"):
         parts.write_text(content)
         assert "is no JSON object with keys" in refusal(flags, without=("--mock-data",))
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            "--flexpipe-plans {0}/p --flexpipe-record {0}/x/../p",
+            "--flexpipe-record .*p is the path of --flexpipe-plans too, and would overwrite it",
+        ),
+        ("--log-file {0}/p --log-jsonl {0}/p", "--log-jsonl .* is the path of --log-file too"),
+        ("--flexpipe-record {0}/p --flexpipe-trace {0}/link", "--flexpipe-trace .* is the path of"),
+        ("--save {0} --log-file {0}", "--log-file .* is the path of --save too"),
+    ],
+)
+def test_a_file_that_is_named_twice_is_refused(tmp_path: Path, words: str, message: str) -> None:
+    (tmp_path / "x").mkdir()
+    (tmp_path / "p").write_text("0:6@0\n")
+    (tmp_path / "link").symlink_to("p")
+    assert re.search(message, refusal(words.format(tmp_path)))
+    assert (tmp_path / "p").read_text() == "0:6@0\n"
+
+
+def test_a_directory_may_have_two_uses_and_dev_null_any(tmp_path: Path) -> None:
+    config(f"--save {tmp_path} --tensorboard-dir {tmp_path}")
+    config("--log-file /dev/null --log-jsonl /dev/null")

@@ -4,9 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from megatron_flex.loop.plans import Choice, Recording, ScriptedPlans, read_plans
+from megatron_flex.loop.plans import Choice, ScriptedPlans, read_plans
+from megatron_flex.loop.recording import Recording
 from megatron_flex.model.layers import LayerList
 from megatron_flex.planner.plan import Plan, PlanError
+from megatron_flex.telemetry.sink import TelemetryError
 
 LAYERS = LayerList(3, tied=True)  # 8 units, 9 slabs
 ONE, TWO = Plan.parse("0:8@0"), Plan.parse("0:3@0 | 3:8@1")
@@ -87,3 +89,35 @@ def test_a_resumed_recording_replaces_what_is_repeated(tmp_path: Path) -> None:
     resumed = Recording(str(path), 1)
     resumed.add(1, Choice(TWO))
     assert [c.plan for c in read_plans(str(path), LAYERS, 2)] == [ONE, TWO]
+
+
+@pytest.mark.parametrize(
+    "content", [b"0:8@0  # mine\n", b"0:8@0", b"0:8@0  # iteration 2\n", b"a note\n", b"{}\n"]
+)
+def test_a_file_that_no_run_recorded_stays_as_it_is(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "plans.txt"
+    path.write_bytes(content)
+    with pytest.raises(TelemetryError, match=r"--flexpipe-record .*exists and is not a record"):
+        Recording(str(path), 0)
+    assert [(p.name, p.read_bytes()) for p in tmp_path.iterdir()] == [("plans.txt", content)]
+
+
+def test_a_recording_that_starts_anew_keeps_the_earlier_one(tmp_path: Path) -> None:
+    path = tmp_path / "plans.txt"
+    for plan in (ONE, TWO):
+        recording = Recording(str(path), 0)
+        recording.add(0, Choice(plan))
+        recording.close()
+    assert recording.notice == f"--flexpipe-record: the record of an earlier run is now {path}.1"
+    found = [read_plans(str(p), LAYERS, 2)[0].plan for p in (tmp_path / "plans.txt.1", path)]
+    assert found == [ONE, TWO]
+
+
+def test_a_torn_line_of_a_recording_is_removed(tmp_path: Path) -> None:
+    path = tmp_path / "plans.txt"
+    recording = Recording(str(path), 0)
+    recording.add(0, Choice(ONE))
+    recording.add(1, Choice(ONE))
+    path.write_bytes(path.read_bytes() + b"0:4@0 |")
+    Recording(str(path), 2).add(2, Choice(TWO))
+    assert [c.plan for c in read_plans(str(path), LAYERS, 2)] == [ONE, ONE, TWO]

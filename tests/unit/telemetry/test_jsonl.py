@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -95,7 +96,39 @@ def test_a_resumed_run_replaces_the_iterations_that_it_repeats(
         assert rows == [(k, 1.0) for k in range(1, resumed + 1)] + [
             (k, 2.0) for k in range(resumed + 1, last + 1)
         ]
-        assert os.listdir(directory) == ["log.jsonl"]
+        aside = ["log.jsonl.1"] if written and not resumed else []
+        assert sorted(os.listdir(directory)) == ["log.jsonl", *aside]
+
+
+def test_a_run_that_starts_anew_keeps_the_log_of_an_earlier_one(tmp_path: Path) -> None:
+    path = tmp_path / "log.jsonl"
+    for loss in (1.0, 2.0, 3.0):
+        write(path, 1, 2, loss=loss)
+    found = [[o["lm loss"] for o in read(tmp_path / f"log.jsonl{n}")] for n in (".1", ".2", "")]
+    assert found == [[1.0, 1.0], [2.0, 2.0], [3.0, 3.0]]
+    sink = JsonlSink(path)
+    assert sink.notice == f"--log-jsonl: the log of an earlier run is now {path}.3"
+    sink.close()
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b'{"text": "a document"}\n',
+        b"a note",
+        b"0:8@0\n",
+        b'{"event": "iteration", "iteration": 1}\n{"a": 1}\n',
+        b'{"event": "iteration", "iteration": 1}\nno record\n{"event": "it',
+        b"\x93NUMPY\x01\x00v\x00",
+    ],
+)
+def test_a_file_that_is_not_ours_stays_as_it_is(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "log.jsonl"
+    path.write_bytes(content)
+    with pytest.raises(TelemetryError, match=r"--log-jsonl .*log.jsonl exists and is not a log"):
+        JsonlSink(path, 5)
+    assert path.read_bytes() == content
+    assert os.listdir(tmp_path) == ["log.jsonl"]
 
 
 def test_validations_of_repeated_iterations_are_replaced_too(tmp_path: Path) -> None:
@@ -116,9 +149,15 @@ def test_validations_of_repeated_iterations_are_replaced_too(tmp_path: Path) -> 
 
 @pytest.mark.parametrize(
     "torn",
-    [b'{"event": "itera', b'{"iteration": 2}', b"\x00\x00\x00\n", b"[]\n", b'{"a": 1}\n', b"\n"],
+    [
+        b'{"event": "itera',
+        b'{"event": "iteration", "iteration": 2}',
+        b'{"ev',
+        b"\x00\x00\x00\n",
+        b"\n",
+    ],
 )
-def test_a_torn_or_foreign_line_is_removed(tmp_path: Path, torn: bytes) -> None:
+def test_a_torn_line_is_removed(tmp_path: Path, torn: bytes) -> None:
     path = tmp_path / "log.jsonl"
     write(path, 1, 3)
     path.chmod(0o640)
@@ -170,11 +209,26 @@ def test_a_line_that_fits_in_part_only_is_one_clear_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sink = JsonlSink(tmp_path / "log.jsonl")
+    sink.iteration(record(1))
+    before = (tmp_path / "log.jsonl").read_bytes()
     # As the system does where the rest of the disk is smaller than the line.
-    write_all = os.write
-    monkeypatch.setattr(os, "write", lambda file, data: write_all(file, data[:10]))
-    with pytest.raises(TelemetryError, match="the disk is full; free some space"):
-        sink.iteration(record(1))
+    write_all, left = os.write, [25]
+
+    def write_some(file: int, data: bytes) -> int:
+        if not left[0]:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        size = write_all(file, data[: left[0]])
+        left[0] -= size
+        return size
+
+    monkeypatch.setattr(os, "write", write_some)
+    with pytest.raises(TelemetryError, match="cannot be written: No space left on device"):
+        sink.iteration(record(2))
+    assert left == [0]
+    assert (tmp_path / "log.jsonl").read_bytes() == before, "a part of a line is left"
+    left[0] = 10**6
+    sink.iteration(record(3))
+    assert [o["iteration"] for o in read(tmp_path / "log.jsonl")] == [1, 3]
 
 
 def test_a_full_disk_is_one_clear_error() -> None:
@@ -182,7 +236,7 @@ def test_a_full_disk_is_one_clear_error() -> None:
         pytest.skip("needs /dev/full")
     sink = JsonlSink("/dev/null")
     full = os.open("/dev/full", os.O_WRONLY)
-    os.dup2(full, sink._file)
+    os.dup2(full, sink._file._file)
     os.close(full)
     with pytest.raises(TelemetryError, match="No space left on device"):
         sink.iteration(record(1))
@@ -196,6 +250,6 @@ def test_a_replaced_file_is_on_the_disk_before_it_has_its_name(
     write(path, 1, 5)
     happened = disk.watch(monkeypatch)
     write(path, 4, 5, start=3)
-    (what, synced), named = happened
+    (what, synced), named = (h for h in happened if "trial" not in h[1])
     assert (what, named) == ("sync", ("name", str(path)))
-    assert synced.startswith(f"{path}.")
+    assert synced.startswith(f"{path.parent}/.{path.name}.new")

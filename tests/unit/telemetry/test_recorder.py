@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import importlib.util
+import os
 import re
 import sys
 from pathlib import Path
@@ -11,11 +13,13 @@ from typing import Any
 
 import pytest
 
+from megatron_flex.arguments import dump
 from megatron_flex.telemetry.jsonl import read
 from megatron_flex.telemetry.recorder import open_recorder
 from megatron_flex.telemetry.sink import TelemetryError
 from tests.unit.config.commands import config
 from tests.unit.telemetry.records import record, validation
+from tests.unit.telemetry.test_tensorboard import series
 
 
 def test_the_flags_decide_what_is_recorded(tmp_path: Path) -> None:
@@ -77,16 +81,66 @@ def test_the_log_file_gets_all_lines_in_full_and_grows(tmp_path: Path) -> None:
     for k in (1, 2):
         c = config(f"--log-interval 1 --log-file {path}")
         with open_recorder(c, start_iteration=k - 1, echo=_ignore) as recorder:
-            recorder.note("arguments")
+            recorder.note(dump(c))
             recorder.say("a word")
             recorder.iteration(record(k))
             recorder.validation(validation(k))
     lines = path.read_text().splitlines()
-    assert len(lines) == 2 * 6
-    assert lines[:2] == ["arguments", "a word"]
-    assert "] iteration        1/      20 | consumed samples:" in lines[2]
-    assert lines[4].startswith(" validation loss at iteration 1 | lm loss value: 2.0")
-    assert "] iteration        2/      20 |" in lines[8]
+    size = len(dump(c).splitlines())
+    assert len(lines) == 2 * (size + 5)
+    assert (lines[0][24:34], lines[size]) == (" arguments", "a word")
+    assert "] iteration        1/      20 | consumed samples:" in lines[size + 1]
+    assert lines[size + 3].startswith(" validation loss at iteration 1 | lm loss value: 2.0")
+    assert "] iteration        2/      20 |" in lines[2 * size + 6]
+
+
+def test_a_log_file_that_is_not_ours_stays_as_it_is(tmp_path: Path) -> None:
+    path = tmp_path / "notes.txt"
+    path.write_text("a note\n")
+    with pytest.raises(TelemetryError, match=r"--log-file .*notes.txt exists and is not a log"):
+        open_recorder(config(f"--log-file {path}"))
+    assert path.read_text() == "a note\n"
+
+
+@pytest.mark.parametrize("limit", [0, 50, 1000])
+def test_a_disk_that_fills_up_costs_the_logs_and_not_the_run(
+    limit: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines: list[str] = []
+    c = config(
+        f"--log-interval 1 --log-file {tmp_path}/log.txt --log-jsonl {tmp_path}/log.jsonl"
+        f" --tensorboard-dir {tmp_path}/board --tensorboard-queue-size 1"
+    )
+    recorder = open_recorder(c, echo=lines.append)
+    recorder.note(dump(c))
+    recorder.iteration(record(1))
+    left = [limit]
+    write_all = os.write
+
+    def write_some(file: int, data: bytes) -> int:
+        if not left[0]:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        size = write_all(file, data[: left[0]])
+        left[0] -= size
+        return size
+
+    monkeypatch.setattr(os, "write", write_some)
+    for k in range(2, 6):
+        recorder.iteration(record(k))
+    monkeypatch.undo()
+    recorder.close()
+    warned = [line.split(" cannot be written: ")[0] for line in lines if "warning" in line]
+    assert sorted(warned) == [
+        f" warning: --log-file {tmp_path}/log.txt",
+        f" warning: --log-jsonl {tmp_path}/log.jsonl",
+        f" warning: --tensorboard-dir {next((tmp_path / 'board').iterdir())}",
+    ]
+    assert sum(line.startswith(" iteration ") for line in lines) == 5
+    done = [o["iteration"] for o in read(tmp_path / "log.jsonl")]
+    assert done == list(range(1, len(done) + 1))
+    for name in ("log.txt", "log.jsonl"):
+        assert (tmp_path / name).read_text().endswith("\n"), "a part of a line is left"
+    assert {1} <= {step for step, _ in series(tmp_path / "board")["lm loss"]}
 
 
 def test_a_log_file_that_cannot_be_written_is_one_clear_error(tmp_path: Path) -> None:

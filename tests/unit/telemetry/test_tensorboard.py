@@ -126,3 +126,45 @@ def test_each_new_plan_is_a_text_and_its_stages_a_number(tmp_path: Path) -> None
         (e.step, e.tensor_proto.string_val[0].decode()) for e in events.Tensors("plan/text_summary")
     ]
     assert texts == [(1, "`0:8@0`"), (3, "`0:4@0 | 4:8@1 ; recompute 1`")]
+
+
+@pytest.mark.parametrize("resumed", [3, 5])
+def test_a_resumed_run_leaves_one_point_a_step(tmp_path: Path, resumed: int) -> None:
+    options = ScalarOptions(world_size=4)
+
+    def write(first: int, last: int, loss: float) -> TensorBoardSink:
+        start = (first - 1, 16 * (first - 1))
+        sink = TensorBoardSink(str(tmp_path), options, start=start)
+        for k in range(first, last + 1):
+            sink.iteration(record(k, losses={"lm loss": loss}, plan="0:8@0"))
+        sink.validation(validation(last))
+        sink.close()
+        return sink
+
+    write(1, 5, 1.0)
+    torn = next(tmp_path.iterdir())
+    torn.write_bytes(torn.read_bytes()[:-7])  # as a killed process leaves it
+    sink = write(resumed + 1, 7, 2.0)
+    assert (sink.notice is None) == (resumed == 5)
+    found = series(tmp_path)
+    losses = [1.0] * resumed + [2.0] * (7 - resumed)
+    assert found["lm loss"] == list(zip(range(1, 8), losses, strict=True))
+    assert found["lm loss vs samples"] == list(zip(range(16, 113, 16), losses, strict=True))
+    assert found["stages"] == [(k, 1.0) for k in range(1, 8)]
+    assert found["lm loss validation"] == ([(5, 2.0)] if resumed == 5 else []) + [(7, 2.0)]
+
+
+def test_a_run_that_starts_anew_keeps_the_curves_of_earlier_ones(tmp_path: Path) -> None:
+    (tmp_path / "events.out.tfevents.1.theirs").write_bytes(b"of another program")
+    for loss in (1.0, 2.0, 3.0):
+        sink = TensorBoardSink(str(tmp_path), ScalarOptions(world_size=1))
+        sink.iteration(record(1, losses={"lm loss": loss}))
+        sink.close()
+    assert (
+        sink.notice
+        == f"--tensorboard-dir: the files of an earlier run are now in {tmp_path}/earlier"
+    )
+    (tmp_path / "events.out.tfevents.1.theirs").rename(tmp_path / "theirs")
+    found = [series(tmp_path / name)["lm loss"] for name in ("earlier.1", "earlier", ".")]
+    assert found == [[(1, 1.0)], [(1, 2.0)], [(1, 3.0)]]
+    assert (tmp_path / "theirs").read_bytes() == b"of another program"

@@ -43,7 +43,7 @@ def trace(tmp_path: Path) -> Path:
         planned = dict(zip(operations, PLANNED[rank], strict=True))
         writer.add(1, spans, about if rank == 0 else None, planned)
         writer.close()
-    join(str(path), 2)
+    join(path)
     return path
 
 
