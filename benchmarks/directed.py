@@ -39,7 +39,7 @@ class Directed:
     ) -> StepResult:
         """Train on ``batch`` and leave the layout ``following`` behind."""
         iterations = self.iterations
-        parts = iterations.cut(batch)
+        parts = iterations.cut(batch, iterations.plan)
         service = self.service
         moves = service.moves and not following.keeps(iterations.plan)
         task = Task(
@@ -51,6 +51,5 @@ class Directed:
         package = service.done(task).package
         assert package is not None
         rank = iterations.executor.world.rank
-        sizes = [m.tokens for m in parts], [m.squares for m in parts]
-        told = unpack(package.header, package.parts[rank], rank, task.name, *sizes)
+        told = unpack(package.header, package.parts[rank], rank, task.name, parts)
         return iterations.train(source, batch, step_size, told, parts, following=following)

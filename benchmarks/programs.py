@@ -21,9 +21,10 @@ ROOT = Path(__file__).resolve().parent.parent
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
+from megatron_flex.data.microbatch import MicroBatch, Slice
 from megatron_flex.planner.build import Batch
 from megatron_flex.planner.options import PlannerOptions
-from megatron_flex.planner.package import pack, unpack
+from megatron_flex.planner.package import digest, pack, unpack
 from megatron_flex.planner.presets import model
 from megatron_flex.planner.static import static_plan
 from megatron_flex.programs import described_maker
@@ -40,16 +41,15 @@ def measure(devices: int, stages: int, batches: int, repeats: int) -> list[tuple
     rows: list[tuple[float, ...]] = []
     for seed in range(repeats + 1):
         tokens = np.rint(np.random.default_rng(seed).lognormal(6.0, 0.8, batches))
-        batch = Batch(tokens, tokens**2)
-        squares = [int(s) for s in batch.squares]
+        parts = [MicroBatch((Slice.all_of(i, int(n)),)) for i, n in enumerate(tokens)]
+        batch = Batch.of(parts)
         begin = time.process_time()
         made = maker.keep(plan, batch)
         ready = time.process_time()
-        package = pack(made, "benchmark", squares)
+        package = pack(made, "benchmark", digest(parts))
         packed = time.process_time()
         own = package.parts[0]
-        sizes = [int(t) for t in tokens]
-        told = unpack(package.header, own, 0, "benchmark", sizes, squares)
+        told = unpack(package.header, own, 0, "benchmark", parts)
         read = time.process_time()
         row = (ready - begin, packed - ready, read - packed, len(own), len(told.part.instructions))
         if seed:  # the first warms up

@@ -308,7 +308,7 @@ class Trainer:
         began = time.perf_counter()
         rate = self.schedule.learning_rate
         current = self.steps.choice
-        micro_batches = self.iterations.cut(batch)
+        micro_batches = self.iterations.cut(batch, current.plan)
         told, following = self.steps.next(
             self.progress.iteration, micro_batches, last=self._is_last()
         )

@@ -56,6 +56,7 @@ from megatron_flex.planner.planner import Planner
 from megatron_flex.planner.presets import MODELS, model
 from megatron_flex.planner.service import Service
 from megatron_flex.planner.switching import Running
+from megatron_flex.planner.ways import ways
 from megatron_flex.schedule.list_scheduler import POLICIES
 from megatron_flex.tokenizers.base import TokenizerError
 
@@ -226,8 +227,8 @@ def of_a_run(run: Run, number: int) -> tuple[Planner, list[list[Batch]]]:
     if number < 1:
         raise ValueError("--batches must be at least 1")
     setup = planner_setup(run.config, run.parts, run.config.world_size, run.coefficients)
-    ways = [[setup.cut.batch(lengths)] for lengths in run.lengths(number)]
-    return Service(setup).planner, ways
+    size = run.config.world_size
+    return Service(setup).planner, [ways(setup.cut, n, size) for n in run.lengths(number)]
 
 
 def compared(

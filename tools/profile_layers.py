@@ -43,7 +43,7 @@ from megatron_flex.cluster.profile import ProfileError
 from megatron_flex.data.bar import progress_bar
 from megatron_flex.data.errors import DataError
 from megatron_flex.data.global_batch import GlobalBatch
-from megatron_flex.loop.iteration import cut
+from megatron_flex.loop.iteration import run_cut
 from megatron_flex.loop.questions import ABOUT, Run, read_run
 from megatron_flex.model.config import ModelConfig
 from megatron_flex.planner.plan import PlanError
@@ -151,7 +151,7 @@ def cut_lengths(run: Run, lengths: tuple[int, ...]) -> list[int]:
     """Tokens of the micro-batches of a batch."""
     array = np.asarray(lengths, dtype=np.int64)
     batch = GlobalBatch(0, array, (int(array.sum()),))
-    return [m.tokens for m in cut(run.config, batch, run.coefficients)]
+    return [m.tokens for m in run_cut(run.config, run.coefficients).micro_batches(batch)]
 
 
 def host_link(device: torch.device) -> Link:

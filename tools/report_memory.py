@@ -37,7 +37,7 @@ from megatron_flex.data.global_batch import GlobalBatch
 from megatron_flex.data.microbatch import MicroBatch
 from megatron_flex.data.microbatches import CostCoefficients, cut_by_tokens
 from megatron_flex.data.mock import mixture_lengths
-from megatron_flex.loop.iteration import cut
+from megatron_flex.loop.iteration import run_cut
 from megatron_flex.loop.questions import ABOUT, heaviest, read_run
 from megatron_flex.model.config import ModelConfig
 from megatron_flex.model.layers import Kind
@@ -234,7 +234,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             lengths = heaviest(run.lengths(max(1, args.batches)))
             array = np.asarray(lengths, dtype=np.int64)
             batch = GlobalBatch(0, array, (int(array.sum()),))
-            parts = cut(run.config, batch, run.coefficients)
+            parts = run_cut(run.config, run.coefficients).micro_batches(batch)
             plan = Plan.parse(args.plan) if args.plan else run.parts.plan
             plan.check(config.layers.num_units, devices)
             listed = beside(config, plan, compare=args.compare)

@@ -133,10 +133,15 @@ def _derive_tokenizer(v: dict[str, Any], problems: list[str]) -> None:
 
 def _derive_batches(v: dict[str, Any], world_size: int, problems: list[str]) -> None:
     size, tokens = v.get("micro_batch_size"), v.get("micro_batch_tokens")
-    if (size is None) == (tokens is None):
+    bitwise = v.get("flexpipe_bitwise")
+    recorded = v.get("flexpipe_plans") or "cut " in (v.get("flexpipe_plan") or "")
+    sliced = v.get("flexpipe_slice_tokens", "auto") not in ("auto", "0")
+    planned = ((v.get("flexpipe") and not bitwise) or recorded or sliced) and size is None
+    if (size is None) == (tokens is None) and not planned:
         problems.append(
             "give either --micro-batch-tokens, which packs samples without padding, or"
             f" --micro-batch-size{', not both' if size else ''}"
+            f"{': --flexpipe-bitwise cuts all batches alike' if bitwise else ''}"
         )
     if "global_batch_size" not in v:
         if size is None or v.get("flexpipe_plan"):

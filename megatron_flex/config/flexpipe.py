@@ -34,6 +34,12 @@ class FlexpipeOptions:
     flexpipe: bool = option(False, own=True)
     """Plan the layout of every iteration anew from its samples' lengths, and switch live."""
 
+    flexpipe_slice_tokens: str = option("auto", own=True)
+    """Cut longer samples to slices of so many tokens, which go through the pipeline one after the
+    other: a long sample does not block it then. 0: never. auto: with --flexpipe, GPT's samples are
+    cut to slices that cost as much as other micro-batches do; as much as one of
+    --micro-batch-tokens, or without that flag as suits the iteration; else never."""
+
     flexpipe_planner: Literal["lookahead", "hbsa", "exhaustive", "static"] = option(
         "lookahead", own=True
     )
@@ -93,6 +99,11 @@ class FlexpipeOptions:
     flexpipe_trace: str | None = option(None, own=True)
     """File for a trace of every instruction of every worker, in the Chrome trace format (Perfetto,
     chrome://tracing)."""
+
+    @property
+    def slice_tokens(self) -> int | None:
+        """``flexpipe_slice_tokens`` as a number; ``None``: by cost."""
+        return None if self.flexpipe_slice_tokens == "auto" else int(self.flexpipe_slice_tokens)
 
     @property
     def memory_budget(self) -> int | None:

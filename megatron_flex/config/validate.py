@@ -5,6 +5,7 @@ Each check returns sentences that name the flags and say what to change.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
@@ -446,6 +447,17 @@ def _recompute(config: Config) -> Problems:
         )
 
 
+def _slices(config: Config) -> Problems:
+    given = config.flexpipe.flexpipe_slice_tokens
+    if given != "auto" and not re.fullmatch(r"[0-9]{1,9}", given):
+        yield f"--flexpipe-slice-tokens {given}: expected auto, 0 for never, or a number of tokens"
+    elif given not in ("auto", "0") and config.architecture == "bert":
+        yield (
+            f"--flexpipe-slice-tokens {given}: BERT looks at all tokens of a sample at once, so its"
+            " samples cannot be cut: leave the flag out"
+        )
+
+
 def _switching(config: Config) -> Problems:
     f = config.flexpipe
     changing = f.flexpipe or f.flexpipe_plans is not None
@@ -534,6 +546,7 @@ _CHECKS: tuple[Callable[[Config], Problems], ...] = (
     _evaluation,
     _parallel,
     _recompute,
+    _slices,
     _switching,
     _files,
 )

@@ -1,4 +1,4 @@
-"""Cutting a global batch to micro-batches, from flags alone: the plan plays no part.
+"""Packing whole samples to micro-batches.
 
 The coefficients of the cost are fixed for a run (they come from flags or from the checkpoint), so
 all processes cut alike, before and after a change of plan.
@@ -7,6 +7,7 @@ all processes cut alike, before and after a change of plan.
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -30,15 +31,14 @@ class CostCoefficients:
         if self.linear < 0 or self.quadratic < 0 or self.linear + self.quadratic <= 0:
             raise DataError(f"cost coefficients must be positive: {self}")
 
+    def of(self, tokens: float) -> float:
+        """The cost of a sample, or of the first ``tokens`` tokens of one."""
+        return self.linear * tokens + self.quadratic * tokens * tokens
 
-def cut(
-    batch: GlobalBatch, tokens: int | None, count: int | None, cost: CostCoefficients
-) -> tuple[MicroBatch, ...]:
-    """By a budget of tokens, or else by a number of samples. Workers and planner cut by this."""
-    if tokens is not None:
-        return cut_by_tokens(batch, tokens, cost)
-    assert count is not None, "a batch is cut by tokens or by count"
-    return cut_by_count(batch, count)
+    def tokens(self, cost: float) -> float:
+        """Tokens of the sample of that cost."""
+        root = math.sqrt(self.linear**2 + 4 * self.quadratic * cost)
+        return 2 * cost / (self.linear + root) if cost else 0.0
 
 
 def cut_by_count(batch: GlobalBatch, size: int) -> tuple[MicroBatch, ...]:
@@ -127,7 +127,7 @@ def _place(
             return None
         members[chosen].append(sample)
         used[chosen] += length
-        spent += cost.linear * length + cost.quadratic * length * length
+        spent += cost.of(length)
         heapq.heappush(open_bins, (spent, chosen))
     return members
 

@@ -48,7 +48,7 @@ def evaluate(
     for first in range(0, wanted, batch_size):
         size = min(batch_size, wanted - first)
         batch = source.batch(first, size)
-        micro_batches = iterations.cut(batch)
+        micro_batches = iterations.cut(batch, iterations.plan)
         told = steps.evaluation(iterations.plan, source, first, size, micro_batches)
         result = iterations.evaluate(source, batch, told, micro_batches, signals())
         for i, (mean, count) in enumerate(zip(result.losses, batch.denominators, strict=True)):

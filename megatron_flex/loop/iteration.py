@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron_flex.config.config import Config
-from megatron_flex.data import microbatches
 from megatron_flex.data.batches import BatchSource
+from megatron_flex.data.cut import Cut
 from megatron_flex.data.global_batch import GlobalBatch
 from megatron_flex.data.microbatch import MicroBatch
 from megatron_flex.data.microbatches import CostCoefficients
@@ -36,12 +36,22 @@ def cost_coefficients(config: ModelConfig) -> CostCoefficients:
     return CostCoefficients(1.0, work.quadratic / work.linear)
 
 
-def cut(
-    config: Config, batch: GlobalBatch, coefficients: CostCoefficients
-) -> tuple[MicroBatch, ...]:
-    """The micro-batches of a global batch, by the flags alone."""
-    size = config.training.micro_batch_size
-    return microbatches.cut(batch, config.data.micro_batch_tokens, size, coefficients)
+_EXECUTED = False  # slices are planned, not yet executed
+
+
+def run_cut(config: Config, cost: CostCoefficients) -> Cut:
+    """How a run's batches are cut, by its flags."""
+    tokens, count = config.data.micro_batch_tokens, config.training.micro_batch_size
+    # Without either flag the plan says how: the planner's, or a recorded one.
+    flexible = count is None and (config.flexpipe.flexpipe or tokens is None)
+    wanted = config.flexpipe.slice_tokens
+    if wanted is None:
+        # BERT looks at all tokens of a sample: it cannot be cut.
+        sliced = flexible and config.architecture == "gpt" and _EXECUTED
+        return Cut(tokens, count, 0, sliced or (flexible and tokens is None), sliced, cost)
+    if wanted and tokens is None and count is None:
+        tokens = wanted
+    return Cut(tokens, count, wanted, by_cost=flexible and tokens is None, cost=cost)
 
 
 @dataclass
@@ -58,6 +68,7 @@ class Iterations:
 
     def __post_init__(self) -> None:
         self.last: tuple[Received, tuple[MicroBatch, ...]] | None = None
+        self._cut = run_cut(self.config, self.coefficients)
         self._reader = Reader(self.config.data.num_workers)
         self._budget = self.config.flexpipe.memory_budget
 
@@ -71,9 +82,9 @@ class Iterations:
         model = self.executor.holdings.config
         return room_for_messages(model, len(told.part.plan.stages), largest)
 
-    def cut(self, batch: GlobalBatch) -> tuple[MicroBatch, ...]:
-        """The micro-batches of a global batch."""
-        return cut(self.config, batch, self.coefficients)
+    def cut(self, batch: GlobalBatch, plan: Plan) -> tuple[MicroBatch, ...]:
+        """The micro-batches of a global batch that ``plan`` is for."""
+        return self._cut.micro_batches(batch, plan.cut)
 
     def train(
         self,

@@ -20,6 +20,7 @@ from megatron_flex.loop.setup import planner_setup
 from megatron_flex.planner.memory import total_parameters
 from megatron_flex.planner.plan import Plan
 from megatron_flex.planner.service import Service
+from megatron_flex.planner.ways import ways
 from megatron_flex.quantities import count, duration
 from megatron_flex.runtime.world import server_size
 
@@ -145,7 +146,7 @@ def predicted(
         warnings.simplefilter("ignore")  # a profile of other sizes: the estimate is rough anyway
         for number in range(_LOOKED_AT):
             lengths = parts.train.batch(first + number * size, size).lengths
-            finder = planner.finder([setup.cut.batch(lengths)])
+            finder = planner.finder(ways(setup.cut, lengths.tolist(), world))
             times.append(finder.best_of(plan, None, "now").price.seconds)
     return crowding(world) * sum(times) / len(times)
 

@@ -8,6 +8,7 @@ the plan stays where the batch fits it, and the first worker decides where it do
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import replace
 
 from megatron_flex.config.config import Config
 from megatron_flex.loop.desk import Desk
@@ -15,6 +16,7 @@ from megatron_flex.loop.lengths import Lengths
 from megatron_flex.loop.plans import Choice
 from megatron_flex.planner.plan import Plan, PlanError
 from megatron_flex.planner.service import REMEMBERED, Answer, Question
+from megatron_flex.planner.ways import batch_of
 
 
 def task_name(iteration: int) -> str:
@@ -87,12 +89,13 @@ class PlannedPlans:
         If not, this worker decides in the planner's place while the others wait: training goes on.
         """
         service = self._desk.deputy
-        batch = self._desk.setup.cut.batch(self._lengths.of(iteration))
+        target = self._choice.plan.cut
+        batch = batch_of(self._desk.setup.cut, self._lengths.of(iteration), target)
         finder = service.planner.finder([batch])
         current = finder.best_of(self._choice.plan, None, "current")
         candidate = service.planner.fitted(finder, current)
         if candidate.price.fits:
-            plan = service.planner.named(candidate.plan, batch)
+            plan = replace(service.planner.named(candidate.plan, batch), cut=target)
             return Choice(plan, reason="kept: no decision")
         answer = service.answer(self._question(iteration, running=iteration > self._first))
         if answer.decision is not None:

@@ -12,8 +12,9 @@ from megatron_flex.cluster.profile import Profile
 from megatron_flex.config.config import Config
 from megatron_flex.data.microbatches import CostCoefficients
 from megatron_flex.loop.assemble import Parts
+from megatron_flex.loop.iteration import run_cut
 from megatron_flex.planner.options import PlannerOptions
-from megatron_flex.planner.service import Cut, Setup
+from megatron_flex.planner.service import Setup
 from megatron_flex.runtime.world import server_size
 
 
@@ -44,19 +45,13 @@ def planner_setup(
         offload_activations=not torch.cuda.is_available(),
     )
     path = f.flexpipe_profile
-    cut = Cut(
-        config.data.micro_batch_tokens,
-        config.training.micro_batch_size,
-        coefficients.linear,
-        coefficients.quadratic,
-    )
     profile = None if path is None else Profile.load(Path(path)).to_json()
     return Setup(
         parts.model,
         description(cluster),
         profile,
         options,
-        cut,
+        run_cut(config, coefficients),
         str(parts.plan),
         f.flexpipe_switch,
         times=f.flexpipe_trace is not None,

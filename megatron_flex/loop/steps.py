@@ -137,9 +137,7 @@ class Steps:
     def _read(
         self, data: dict[str, Any], part: bytes, name: str, micro_batches: Sequence[MicroBatch]
     ) -> Received:
-        tokens = [m.tokens for m in micro_batches]
-        squares = [m.squares for m in micro_batches]
-        return unpack(data["header"], part, self._world.rank, name, tokens, squares)
+        return unpack(data["header"], part, self._world.rank, name, micro_batches)
 
 
 class _Leader:

@@ -11,6 +11,7 @@ import numpy as np
 
 from megatron_flex.cluster.cluster import Cluster, Link
 from megatron_flex.cluster.profile import Line, Profile
+from megatron_flex.data.cut import Chains, chains_of
 from megatron_flex.data.microbatch import MicroBatch
 from megatron_flex.model.config import ModelConfig
 from megatron_flex.model.layers import Kind, LayerList
@@ -42,22 +43,45 @@ have different degrees (the sum of both over all boundaries is below twice the d
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """Micro-batches as numbers: ``[n]`` tokens and ``[n]`` token pairs."""
+    """Micro-batches as numbers.
+
+    Attributes:
+        tokens, squares: ``[n]`` tokens and token pairs.
+        sliced: ``[n]`` tokens of a slice of a longer sample; 0: there is none. Empty: none at all.
+        chains: micro-batches that hold the slices of one sample, in order.
+        target: what it was cut by, where a plan says so (:attr:`Plan.cut`).
+    """
 
     tokens: Array
     squares: Array
+    sliced: Array = field(default_factory=lambda: np.zeros(0))
+    chains: Chains = ()
+    target: int = 0
 
     def __post_init__(self) -> None:
         if len(self.tokens) == 0 or len(self.tokens) != len(self.squares):
             raise ValueError("a batch needs at least one micro-batch")
+        if not len(self.sliced):
+            object.__setattr__(self, "sliced", np.zeros(len(self.tokens)))
 
     @classmethod
-    def of(cls, micro_batches: Sequence[MicroBatch]) -> Batch:
+    def of(cls, micro_batches: Sequence[MicroBatch], target: int = 0) -> Batch:
         """The numbers of given micro-batches."""
+        cut = [m.slices[0] for m in micro_batches]
         return cls(
             np.array([m.tokens for m in micro_batches], dtype=np.float64),
             np.array([m.squares for m in micro_batches], dtype=np.float64),
+            np.array([0 if s.whole else s.tokens for s in cut], dtype=np.float64),
+            chains_of(micro_batches),
+            target,
         )
+
+    @property
+    def key(self) -> tuple[bytes, bytes, bytes, Chains]:
+        """Equal for equal micro-batches."""
+        arrays = (self.tokens, self.squares, self.sliced)
+        first, second, third = (a.tobytes() for a in arrays)
+        return first, second, third, self.chains
 
 
 @dataclass(frozen=True, eq=False)
@@ -369,7 +393,8 @@ class ModelCosts:
         known = self._shares.setdefault(batch, {})
         if granule not in known:
             depth = 1 if self.options.split else FUSED_DEPTH
-            known[granule] = shares(alone, batch.tokens, len(self.devices), granule, depth)
+            work, tokens = _dealt_whole(batch, alone)
+            known[granule] = shares(work, tokens, len(self.devices), granule, depth)
         return known[granule]
 
     def wires(self, batch: Batch) -> Wires:
@@ -398,3 +423,17 @@ class ModelCosts:
         for stage in plan.stages:
             units[list(stage.group), stage.start : stage.stop] = True
         return np.logical_and.reduceat(units, self.points[:-1], axis=1)
+
+
+def _dealt_whole(batch: Batch, alone: Array) -> tuple[Array, Array]:
+    """Seconds and tokens of what falls to one replica together: a chain is one."""
+    if not batch.chains:
+        return alone, batch.tokens
+    lead = np.arange(len(alone))
+    for chain in batch.chains:
+        lead[list(chain)] = chain[0]
+    first = np.flatnonzero(lead == np.arange(len(alone)))
+    work, tokens = np.zeros(len(alone)), np.zeros(len(alone))
+    np.add.at(work, lead, alone)
+    np.add.at(tokens, lead, batch.tokens)
+    return work[first], tokens[first]

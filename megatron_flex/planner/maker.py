@@ -81,7 +81,7 @@ class Maker:
 
     def keep(self, plan: Plan, batch: Batch, *, forward_only: bool = False) -> Made:
         """The program of an iteration (or an evaluation) that leaves the plan as it is."""
-        key = (str(plan), batch.tokens.tobytes(), batch.squares.tobytes(), forward_only)
+        key = (str(plan), *batch.key, forward_only)
         found = self._made.get(key)
         if found is None:
             found = self._keep(plan, batch, forward_only)
@@ -135,7 +135,7 @@ class Maker:
             return self._finish(migrated, batch, change, kept.spare)
         made = self._finish(placed, batch, change, kept.spare)
         best = placed.placement.makespan * (1.0 - MIGRATION_GAIN)
-        for some in filter(None, _some_to_move(len(batch.tokens))):
+        for some in filter(None, _some_to_move(batch)):
             found = self._migrated(kept, batch, change, some, best)
             if found is None or found.placement.makespan >= best:
                 continue
@@ -154,7 +154,8 @@ class Maker:
     ) -> Placed | None:
         """The placement in which ``moved`` micro-batches run by the next plan where they can."""
         costs = self.costs
-        new_table = route(change.next_plan, op_costs(costs, change.next_plan, batch))
+        next_costs = op_costs(costs, change.next_plan, batch)
+        new_table = route(change.next_plan, next_costs, batch.chains)
         old_table = kept.program.route
         migration = migrate(change, old_table, new_table, moved, costs.layers)
         plan = replace(migration.plan, schedule=kept.schedule, spare=kept.spare)
@@ -178,10 +179,14 @@ class Maker:
         return Made(program, placed.schedule, spare, schedule.timeline, memory)
 
 
-def _some_to_move(count: int) -> list[tuple[int, ...]]:
+def _some_to_move(batch: Batch) -> list[tuple[int, ...]]:
     """Sets of micro-batches that may move: every second one, soon and in the second half.
 
     Every second, so that old and new holders compute side by side; not the first ones, whose turn
-    comes before the weights have arrived.
+    comes before the weights have arrived. Chains move whole.
     """
-    return [tuple(range(2, count, 2)), tuple(range(count // 2, count, 2))]
+    chains = {chain[0]: chain for chain in batch.chains}
+    later = {m for chain in batch.chains for m in chain[1:]}
+    alone = [m for m in range(len(batch.tokens)) if m not in later]
+    sets = (alone[2::2], alone[len(alone) // 2 :: 2])
+    return [tuple(m for first in some for m in chains.get(first, (first,))) for some in sets]

@@ -17,6 +17,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
+from megatron_flex.data.microbatch import MicroBatch
 from megatron_flex.planner.maker import Made
 from megatron_flex.planner.plan import Plan
 from megatron_flex.schedule.compact import VERSION, decode, program_words
@@ -63,18 +64,23 @@ class Received:
     planned: tuple[tuple[float, float], ...] = ()
 
 
-def digest(tokens: Sequence[int], squares: Sequence[int]) -> str:
-    """Of the micro-batches that a batch was cut to."""
-    sizes = np.array([tokens, squares], dtype=np.int64)
-    return xxhash.xxh64_hexdigest(sizes.tobytes())
+def digest(micro_batches: Sequence[MicroBatch]) -> str:
+    """Of the micro-batches that a batch was cut to: their slices, samples numbered from 0."""
+    first = min(s.sample for m in micro_batches for s in m.slices)
+    rows = [
+        (number, s.sample - first, s.start, s.stop, s.length)
+        for number, m in enumerate(micro_batches)
+        for s in m.slices
+    ]
+    return xxhash.xxh64_hexdigest(np.array(rows, dtype=np.int64).tobytes())
 
 
-def pack(made: Made, name: str, squares: Sequence[int], *, times: bool = False) -> Package:
+def pack(made: Made, name: str, batch: str, *, times: bool = False) -> Package:
     """Pack a program.
 
     Args:
         name: of the task, such as ``train 12``.
-        squares: token pairs of each micro-batch.
+        batch: :func:`digest` of its micro-batches.
         times: send each worker the predicted times of its operations.
     """
     program = made.program
@@ -93,7 +99,7 @@ def pack(made: Made, name: str, squares: Sequence[int], *, times: bool = False) 
         "name": name,
         "plan": str(program.plan),
         "next": None if program.next_plan is None else str(program.next_plan),
-        "batch": digest(program.tokens, squares),
+        "batch": batch,
         "groups": groups,
         "hand_overs": hand_overs(program),
         "seconds": made.seconds,
@@ -103,13 +109,13 @@ def pack(made: Made, name: str, squares: Sequence[int], *, times: bool = False) 
 
 
 def unpack(
-    header: str, part: bytes, device: int, name: str, tokens: Sequence[int], squares: Sequence[int]
+    header: str, part: bytes, device: int, name: str, micro_batches: Sequence[MicroBatch]
 ) -> Received:
     """What ``device`` does.
 
     Args:
         name: of the task that is to be run.
-        tokens, squares: of the micro-batches as this worker has cut them.
+        micro_batches: as this worker has cut them.
 
     Raises :class:`StampError` when the program is for another task, batch or version.
     """
@@ -121,11 +127,12 @@ def unpack(
         )
     if data["name"] != name:
         raise StampError(f"the program is for '{data['name']}', this worker is at '{name}'")
-    if data["batch"] != digest(tokens, squares):
+    if data["batch"] != digest(micro_batches):
         raise StampError(
             f"the program of '{name}' is for other micro-batches than this worker has: its data or"
             " its flags differ from those of the first worker"
         )
+    tokens = tuple(m.tokens for m in micro_batches)
     peak, updates, count, planned = _HEAD.unpack_from(part)
     raw = zlib.decompress(part[_HEAD.size :])
     words = np.frombuffer(raw, dtype=np.uint64, count=count)
@@ -134,7 +141,7 @@ def unpack(
     found = Part(
         device,
         Plan.parse(data["plan"]),
-        tuple(tokens),
+        tokens,
         decode(words, tokens, groups),
         None if next_plan is None else Plan.parse(next_plan),
         groups,

@@ -6,7 +6,8 @@ optimisation follows after semicolons, ``; recompute 1-3 ; optimizer 5,6 ; activ
 0-2``: the units whose activations are recomputed, whose optimizer state lives on the host, whose
 saved activations travel to the host and back, and whose optimizer state is split over the replicas;
 and ``; lean`` for fewer micro-batches in flight. ``; schedule zb-v`` names the order of operations,
-``; spare 1000000`` the bytes of a device that it must leave free.
+``; spare 1000000`` the bytes of a device that it must leave free, ``; cut 4096`` how the batch is
+cut: micro-batches that cost as much as one sample of so many tokens.
 """
 
 from __future__ import annotations
@@ -115,12 +116,15 @@ class Plan:
     ``o_plan`` and ``schedule`` are part of the plan, but not of its layout: compare ``stages`` for
     that. ``schedule``: name of the policy that orders its operations; empty: as the flags say.
     ``spare``: bytes of every device's budget into which that must place no activations.
+    ``cut``: the target of cutting its batch (:class:`megatron_flex.data.cut.Cut`); 0: as the flags
+    say.
     """
 
     stages: tuple[Stage, ...]
     o_plan: OPlan = OPlan()
     schedule: str = ""
     spare: int = 0
+    cut: int = 0
 
     def __post_init__(self) -> None:
         if not self.stages:
@@ -139,6 +143,8 @@ class Plan:
             raise PlanError(f"'{self.schedule}' is no name of a schedule, such as zb-v")
         if self.spare < 0:
             raise PlanError(f"a plan cannot leave {self.spare} bytes free")
+        if self.cut < 0:
+            raise PlanError(f"a batch cannot be cut by {self.cut} tokens")
         for name in _NAMES:
             units = getattr(self.o_plan, name)
             if units and units[-1] >= expected:
@@ -209,6 +215,8 @@ class Plan:
             parts.append(f"schedule {self.schedule}")
         if self.spare:
             parts.append(f"spare {self.spare}")
+        if self.cut:
+            parts.append(f"cut {self.cut}")
         return " ; ".join(parts)
 
     @property
@@ -236,20 +244,25 @@ class Plan:
         named: dict[str, str] = {}
         for field in optimisation.split(";"):
             word, _, value = field.strip().partition(" ")
-            if word not in ("schedule", "spare"):
+            if word not in ("schedule", "spare", "cut"):
                 fields.append(field)
             elif word in named or not value.strip():
                 raise PlanError(
                     f"'{field.strip()}' in a plan: expected one schedule, such as 'schedule zb-v',"
-                    " and at most one number of spare bytes"
+                    " and at most one number of spare bytes and one of tokens to cut by"
                 )
             else:
                 named[word] = value.strip()
-        spare = named.get("spare", "0")
-        if not re.fullmatch(r"\d{1,18}", spare):
-            raise PlanError(f"'spare {spare}' in a plan: expected a number of bytes")
+        spare, cut = (_whole(name, named.get(name, "0")) for name in ("spare", "cut"))
         o_plan = OPlan.parse(";".join(fields))
-        return cls(tuple(stages), o_plan, named.get("schedule", ""), int(spare))
+        return cls(tuple(stages), o_plan, named.get("schedule", ""), spare, cut)
+
+
+def _whole(name: str, text: str) -> int:
+    if not re.fullmatch(r"\d{1,18}", text):
+        unit = "bytes" if name == "spare" else "tokens"
+        raise PlanError(f"'{name} {text}' in a plan: expected a number of {unit}")
+    return int(text)
 
 
 def _numbers(text: str) -> tuple[int, ...]:

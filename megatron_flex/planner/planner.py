@@ -232,7 +232,8 @@ class Planner:
         )
         # Conditions compare the current plan with the best other one.
         target = second if mine is best else best
-        plan = best.candidate.plan
+        cut = finder.pricers[best.candidate.micro_batching].batch.target
+        plan = replace(best.candidate.plan, cut=cut)
         if best.simulated is not None:
             plan = self._named(plan, best.simulated)
         return Decision(

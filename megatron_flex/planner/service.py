@@ -19,18 +19,16 @@ import signal
 import sys
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from statistics import median
 from typing import Any, BinaryIO
 
-import numpy as np
-
 from megatron_flex.cluster.cluster import Cluster
 from megatron_flex.cluster.cluster import parse as parse_cluster
 from megatron_flex.cluster.profile import Profile
-from megatron_flex.data.global_batch import GlobalBatch
-from megatron_flex.data.microbatches import CostCoefficients, cut
+from megatron_flex.data.cut import Cut
+from megatron_flex.data.microbatches import CostCoefficients
 from megatron_flex.model.config import ModelConfig
 from megatron_flex.planner import frames
 from megatron_flex.planner.budget import budget_advice, smallest_budget
@@ -43,35 +41,16 @@ from megatron_flex.planner.limits import MARGIN
 from megatron_flex.planner.lookahead import Lookahead
 from megatron_flex.planner.maker import Made
 from megatron_flex.planner.options import PlannerOptions
-from megatron_flex.planner.package import Package, pack
+from megatron_flex.planner.package import Package, digest, pack
 from megatron_flex.planner.plan import Plan, PlanError
 from megatron_flex.planner.planner import Planner
 from megatron_flex.planner.plans import plan_of
 from megatron_flex.planner.switching import Running, Way, switch
+from megatron_flex.planner.ways import batch_of, micro_batches, ways
 from megatron_flex.schedule.transition import Transition, transition
 
 REMEMBERED = 16
 """Iterations whose measured times correct the next predictions."""
-
-
-@dataclass(frozen=True)
-class Cut:
-    """How batches are cut to micro-batches: the trainer's own flags and coefficients."""
-
-    tokens: int | None
-    count: int | None
-    linear: float
-    quadratic: float
-
-    def batch(self, lengths: Iterable[int]) -> Batch:
-        """The micro-batches of samples of these lengths.
-
-        Raises ``DataError`` where there are none.
-        """
-        array = np.asarray(list(lengths), dtype=np.int64)
-        whole = GlobalBatch(0, array, (int(array.sum()),))
-        cost = CostCoefficients(self.linear, self.quadratic)
-        return Batch.of(cut(whole, self.tokens, self.count, cost))
 
 
 @dataclass(frozen=True)
@@ -102,7 +81,8 @@ class Setup:
         given = dict(data)
         given["model"] = ModelConfig(**data["model"])
         given["options"] = PlannerOptions(**data["options"])
-        given["cut"] = Cut(**data["cut"])
+        cost = CostCoefficients(**data["cut"]["cost"])
+        given["cut"] = Cut(**{**data["cut"], "cost": cost})
         return cls(**given)
 
 
@@ -344,12 +324,12 @@ class Service:
         """A task's program; what is wrong with the program is the answer's ``problem``."""
         began = time.perf_counter()
         try:
-            batch = self._setup.cut.batch(task.lengths)
-            made = self.make(task, batch)
+            target = Plan.parse(task.plan).cut
+            parts = micro_batches(self._setup.cut, task.lengths, target)
+            made = self.make(task, Batch.of(parts, target))
         except ValueError as error:
             return Done(task, None, str(error), time.perf_counter() - began)
-        squares = [int(square) for square in batch.squares]
-        package = pack(made, task.name, squares, times=self._setup.times)
+        package = pack(made, task.name, digest(parts), times=self._setup.times)
         return Done(task, package, seconds=time.perf_counter() - began)
 
     def make(self, task: Task, batch: Batch) -> Made:
@@ -376,12 +356,14 @@ class Service:
         )
 
     def _decided(self, question: Question) -> tuple[Decision, Running | None]:
-        window = [self._setup.cut.batch(lengths) for lengths in question.window]
+        cut, devices = self._setup.cut, len(self.planner.units.devices)
+        window = [ways(cut, lengths, devices) for lengths in question.window]
         while True:
             running = None
             if question.running is not None:
-                batch = self._setup.cut.batch(question.running_lengths)
-                running = self.planner.running(Plan.parse(question.running), batch)
+                plan = Plan.parse(question.running)
+                batch = batch_of(cut, question.running_lengths, plan.cut)
+                running = self.planner.running(plan, batch)
             try:
                 return self._decide(window, running), running
             except Infeasible:
@@ -411,26 +393,30 @@ class Service:
         reserved = self._cluster.reserved if budget is None else 0
         return budget_advice(size, "--flexpipe-memory-budget-gb", reserved)
 
-    def _decide(self, window: list[Batch], running: Running | None) -> Decision:
+    def _decide(self, window: list[list[Batch]], running: Running | None) -> Decision:
         name = self._setup.options.planner
         if name == "hbsa":
-            return self._hbsa.decide(window[0], running)
+            # The paper's algorithm is for one way of cutting.
+            return self._hbsa.decide(window[0][min(1, len(window[0]) - 1)], running)
         if name == "exhaustive":
-            tables = self.planner.elements.tables(window[0])
-            cut = exhaustive(tables)
-            found = [] if cut is None else [(plan_of(tables, cut.groups), "exhaustive")]
-            return self.planner.decide([window[0]], running, found)
+            found = []
+            for batch in window[0]:
+                tables = self.planner.elements.tables(batch)
+                cut = exhaustive(tables)
+                if cut is not None:
+                    found.append((plan_of(tables, cut.groups), "exhaustive"))
+            return self.planner.decide(window[0], running, found)
         if name == "static":
             if self._best_static is None:
-                self._best_static = self.planner.best_static([[batch] for batch in window])
-            finder = self.planner.finder([window[0]])
+                self._best_static = self.planner.best_static(window)
+            finder = self.planner.finder(window[0])
             candidate = finder.best_of(self._best_static, running, "static")
             candidate = self.planner.fitted(finder, candidate)
             if not candidate.price.fits:
                 exact = self._setup.options.exact_memory
                 raise finder.infeasible(candidate.price if exact else None)
             return self.planner.choose(finder, [candidate], running, settled=candidate)
-        return self._lookahead.decide([[batch] for batch in window], running)
+        return self._lookahead.decide(window, running)
 
 
 def serve(questions: BinaryIO, answers: BinaryIO) -> None:

@@ -12,7 +12,9 @@ from typing import cast
 
 import numpy as np
 
+from megatron_flex.model.layers import Kind
 from megatron_flex.planner.build import MESSAGE_BUFFERS, Batch, ModelCosts
+from megatron_flex.planner.memory import chain_bytes
 from megatron_flex.planner.options import AUTO
 from megatron_flex.planner.plan import Plan, PlanError
 from megatron_flex.planner.tables import Array
@@ -106,7 +108,13 @@ def op_costs(costs: ModelCosts, plan: Plan, batch: Batch) -> OpCosts:
         inside = len({costs.cluster.server_of(d) for d in (*one.group, *other.group)}) == 1
         transfer.append(wires[inside])
     reduce, update = slab_seconds(costs, plan)
-    return OpCosts(forward, inputs, weights, tuple(transfer), held, reduce, update)
+    chained: Table = ()
+    if batch.chains:
+        chain = chain_bytes(costs.config)
+        units = [float(kind is Kind.ATTENTION) for kinds in costs.kinds for kind in kinds]
+        sizes = (chain.keys_values + chain.gradients) * np.add.reduceat(units, starts)
+        chained = tuple(map(_row, np.outer(sizes, batch.sliced)))
+    return OpCosts(forward, inputs, weights, tuple(transfer), held, reduce, update, chained)
 
 
 def _row(values: Array) -> tuple[float, ...]:
@@ -200,14 +208,17 @@ def place_plan(
     name = plan.schedule or costs.options.schedule
     if forward_only:
         rule = policy("gpipe")
-        return Placed(rule.name, simulate(plan, op, rule, table=table, forward_only=True))
+        placement = simulate(plan, op, rule, table=table, forward_only=True, chains=batch.chains)
+        return Placed(rule.name, placement)
     free = costs.whole_budget - (plan.spare if spare is None else spare)
     room = [max(0.0, free - size) for size in static_bytes(costs, plan, batch)]
     split: Placed | None = None
     if name == AUTO and plan.o_plan:
         name = FUSED  # memory is short, and a whole backward's is known best
     if name in (SEARCHED, AUTO):
-        choice = search(plan, op, table=table, memory=room, tries=tries, stop=stop)
+        choice = search(
+            plan, op, table=table, memory=room, tries=tries, stop=stop, chains=batch.chains
+        )
         if choice is not None:
             split = Placed(SEARCHED, choice.placement)
         if name == SEARCHED or (choice is not None and choice.fits):
@@ -216,7 +227,7 @@ def place_plan(
     rule = policy(name)
     # A fused backward keeps to its own number of micro-batches in flight, whatever the room.
     memory = room if rule.split else None
-    found = Placed(name, simulate(plan, op, rule, table=table, memory=memory))
+    found = Placed(name, simulate(plan, op, rule, table=table, memory=memory, chains=batch.chains))
     return found if found.placement.makespan <= stop else split
 
 

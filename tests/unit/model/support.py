@@ -85,7 +85,7 @@ def split_batch(batch: PackedBatch) -> list[PackedBatch]:
         zip(batch.lengths, batch.samples, batch.starts, strict=True)
     ):
         rows = slice(first, first + length)
-        fields = {
+        fields: dict[str, Any] = {
             name: None if value is None else value[rows]
             for name in ("tokens", "labels", "loss_mask", "token_types")
             for value in [getattr(batch, name)]

@@ -7,10 +7,21 @@ from dataclasses import replace
 
 import pytest
 
+from megatron_flex.data.microbatch import MicroBatch, Slice
 from megatron_flex.planner import maker as maker_module
+from megatron_flex.planner.build import Batch
 from megatron_flex.planner.maker import Made
-from megatron_flex.planner.package import Package, Received, StampError, computes, pack, unpack
+from megatron_flex.planner.package import (
+    Package,
+    Received,
+    StampError,
+    computes,
+    digest,
+    pack,
+    unpack,
+)
 from megatron_flex.planner.service import Service, Task
+from megatron_flex.planner.ways import micro_batches
 from megatron_flex.schedule.instructions import Compute, SendState
 from megatron_flex.schedule.list_scheduler import Schedule, finish
 from megatron_flex.schedule.part import part_of
@@ -20,24 +31,29 @@ FROM, TO = "0:5@0,1 | 5:10@2,3", "0:7@0,1,3 | 7:10@2"
 TASK = Task("train 3", FROM, SHORT, TO, ((0, 3), (1, 3)))
 
 
-def made(task: Task = TASK) -> tuple[Made, list[int]]:
-    """A program that switches, and the token pairs of its micro-batches."""
-    service = Service(SETUP)
-    batch = SETUP.cut.batch(task.lengths)
-    return service.make(task, batch), [int(s) for s in batch.squares]
+Parts = tuple[MicroBatch, ...]
 
 
-def read(package: Package, device: int, squares: list[int], **changes: object) -> Received:
-    given: dict[str, object] = {"name": TASK.name, "tokens": made()[0].program.tokens, **changes}
-    return unpack(package.header, package.parts[device], device, squares=squares, **given)  # type: ignore[arg-type]
+def made(task: Task = TASK) -> tuple[Made, Parts]:
+    """A program that switches, and its micro-batches."""
+    parts = micro_batches(SETUP.cut, task.lengths)
+    return Service(SETUP).make(task, Batch.of(parts)), parts
+
+
+def packed(found: Made, parts: Parts, name: str = TASK.name, *, times: bool = False) -> Package:
+    return pack(found, name, digest(parts), times=times)
+
+
+def read(package: Package, device: int, parts: Parts) -> Received:
+    return unpack(package.header, package.parts[device], device, TASK.name, parts)
 
 
 def test_every_device_reads_its_own_part() -> None:
-    found, squares = made()
-    package = pack(found, TASK.name, squares, times=True)
+    found, parts = made()
+    package = packed(found, parts, times=True)
     assert any(isinstance(i, SendState) for steps in found.program.instructions for i in steps)
     for device in range(4):
-        told = read(package, device, squares)
+        told = read(package, device, parts)
         assert told.part == part_of(found.program, device)
         assert told.memory == found.memory[device]
         assert (told.seconds, told.schedule) == (found.seconds, found.schedule)
@@ -51,33 +67,42 @@ def test_every_device_reads_its_own_part() -> None:
 
 
 def test_groups_and_hand_overs_are_those_of_all_devices() -> None:
-    found, squares = made()
-    package = pack(found, TASK.name, squares)
-    parts = [read(package, device, squares).part for device in range(4)]
-    assert len({part.groups for part in parts}) == 1
-    assert {(slab, target) for slab, _, target in parts[0].hand_overs} == set(TASK.late)
+    found, parts = made()
+    package = packed(found, parts)
+    told = [read(package, device, parts).part for device in range(4)]
+    assert len({part.groups for part in told}) == 1
+    assert {(slab, target) for slab, _, target in told[0].hand_overs} == set(TASK.late)
 
 
 def test_a_program_of_another_iteration_is_refused() -> None:
-    found, squares = made()
+    found, parts = made()
     with pytest.raises(StampError, match=r"is for 'train 2', this worker is at 'train 3'"):
-        read(pack(found, "train 2", squares), 1, squares)
+        read(packed(found, parts, "train 2"), 1, parts)
 
 
 def test_a_program_for_another_cut_is_refused() -> None:
-    found, squares = made()
-    package = pack(found, TASK.name, squares)
-    other = [squares[0] + 1, *squares[1:]]
-    with pytest.raises(StampError, match="is for other micro-batches than this worker has"):
-        read(package, 0, other)
+    found, parts = made()
+    package = packed(found, parts)
+    whole = parts[0].slices[0]
+    half = Slice(whole.sample, 0, whole.length // 2, whole.length)
+    for changed in (half, Slice.all_of(whole.sample, half.stop)):
+        other = (MicroBatch((changed, *parts[0].slices[1:])), *parts[1:])
+        with pytest.raises(StampError, match="is for other micro-batches than this worker has"):
+            read(package, 0, other)
+
+
+def test_samples_are_told_apart_by_their_place_in_the_batch_only() -> None:
+    _, parts = made()
+    later = [MicroBatch(tuple(replace(s, sample=s.sample + 96) for s in m.slices)) for m in parts]
+    assert digest(later) == digest(parts)
 
 
 def test_a_program_of_another_version_is_refused() -> None:
-    found, squares = made()
-    package = pack(found, TASK.name, squares)
+    found, parts = made()
+    package = packed(found, parts)
     header = json.dumps({**json.loads(package.header), "version": 99})
     with pytest.raises(StampError, match="version 99"):
-        read(replace(package, header=header), 0, squares)
+        read(replace(package, header=header), 0, parts)
 
 
 def test_a_program_in_the_wrong_order_is_refused_by_device_and_step(
@@ -99,7 +124,7 @@ def test_a_program_in_the_wrong_order_is_refused_by_device_and_step(
 
 
 def test_a_packed_program_is_small() -> None:
-    found, squares = made(Task("train 0", FROM, SHORT * 20))
-    package = pack(found, "train 0", squares)
+    found, parts = made(Task("train 0", FROM, SHORT * 20))
+    package = packed(found, parts, "train 0")
     for part, steps in zip(package.parts, found.program.instructions, strict=True):
         assert len(part) < 4 * len(steps) + 100

@@ -12,12 +12,14 @@ from dataclasses import replace
 import pytest
 
 from megatron_flex.cluster.cluster import description, load
+from megatron_flex.data.cut import Cut
+from megatron_flex.data.microbatches import CostCoefficients
 from megatron_flex.loop.planner_process import PlannerGoneError, PlannerProcess
 from megatron_flex.model.config import ModelConfig
 from megatron_flex.planner import frames
 from megatron_flex.planner.options import PlannerName, PlannerOptions
 from megatron_flex.planner.plan import Plan
-from megatron_flex.planner.service import Answer, Cut, Question, Service, Setup, serve
+from megatron_flex.planner.service import Answer, Question, Service, Setup, serve
 
 MODEL = ModelConfig(
     num_layers=4,
@@ -33,7 +35,12 @@ MODEL = ModelConfig(
 OPTIONS = PlannerOptions(memory_optimisation=False, recompute=False, offload_optimizer=False,
                          offload_activations=False)  # fmt: skip
 SETUP = Setup(
-    MODEL, description(load("cpux4")), None, OPTIONS, Cut(512, None, 1.0, 1e-4), "0:10@0,1,2,3"
+    MODEL,
+    description(load("cpux4")),
+    None,
+    OPTIONS,
+    Cut(512, cost=CostCoefficients(1.0, 1e-4)),
+    "0:10@0,1,2,3",
 )
 SHORT, LONG = (20, 60, 100, 30, 80, 50, 40, 90), (20, 60, 3000, 30, 80, 50, 40, 90)
 

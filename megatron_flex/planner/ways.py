@@ -1,0 +1,53 @@
+"""Batches from the lengths of their samples, and the ways of cutting one that are worth a look."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import numpy as np
+
+from megatron_flex.data.cut import Cut
+from megatron_flex.data.global_batch import GlobalBatch
+from megatron_flex.data.microbatch import MicroBatch
+from megatron_flex.planner.build import Batch
+
+SHARES = (1, 2, 4, 8)
+"""Micro-batches a device that the work of a batch may be divided into. With few large ones the
+pipeline is filled and drained slowly, many small ones pay fixed costs: one or two are best on
+mixtures of short samples, four or eight where a few are long."""
+_STEPS = 2  # targets to a doubling
+_LEAST = 128  # tokens of the smallest target
+
+
+def micro_batches(cut: Cut, lengths: Iterable[int], target: int = 0) -> tuple[MicroBatch, ...]:
+    """The micro-batches of samples of these lengths, numbered from 0.
+
+    Raises ``DataError`` where there are none.
+    """
+    array = np.asarray(list(lengths), dtype=np.int64)
+    return cut.micro_batches(GlobalBatch(0, array, (int(array.sum()),)), target)
+
+
+def batch_of(cut: Cut, lengths: Iterable[int], target: int = 0) -> Batch:
+    """The same as numbers."""
+    return Batch.of(micro_batches(cut, lengths, target), target if cut.open else 0)
+
+
+def ways(cut: Cut, lengths: Iterable[int], devices: int) -> list[Batch]:
+    """The ways of cutting a batch for so many devices: one, where the flags say how."""
+    known = tuple(lengths)
+    return [batch_of(cut, known, target) for target in targets(cut, known, devices)]
+
+
+def targets(cut: Cut, lengths: tuple[int, ...], devices: int) -> list[int]:
+    """Targets to choose from, on a geometric grid; 0 where the flags say how to cut."""
+    if not cut.open:
+        return [0]
+    total = sum(map(cut.cost.of, lengths))
+    found: dict[int, None] = {}
+    for share in SHARES:
+        wanted = max(_LEAST, cut.cost.tokens(total / (devices * share)))
+        step = round(_STEPS * math.log2(wanted / _LEAST))
+        found[round(_LEAST * 2.0 ** (step / _STEPS))] = None
+    return list(found)
