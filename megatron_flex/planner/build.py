@@ -100,6 +100,9 @@ class ModelCosts:
     _shares: WeakKeyDictionary[Batch, dict[int, Shares]] = field(
         default_factory=WeakKeyDictionary, init=False, repr=False
     )
+    _ranges: dict[tuple[int, int], tuple[float, float, float]] = field(
+        default_factory=dict, init=False, repr=False
+    )
 
     def __post_init__(self) -> None:
         if not self.devices or len(set(self.devices)) != len(self.devices):
@@ -294,6 +297,18 @@ class ModelCosts:
         if slab == self.layers.tied_slab:
             return self.tied_state
         return self.unit_state[self.layers.units[slab].kind]
+
+    def in_range(self, start: int, stop: int) -> tuple[float, float, float]:
+        """Of elements ``[start, stop)``: bytes of their own state without and of optimizer state,
+        and the largest transient, bytes a token."""
+        key = start, stop
+        found = self._ranges.get(key)
+        if found is None:
+            own = slice(start, stop)
+            state, optimizer = self.own_state[own].sum(), self.own_optimizer[own].sum()
+            found = float(state), float(optimizer), float(self.transient[own].max())
+            self._ranges[key] = found
+        return found
 
     def placed(self, plan: Plan) -> Plan:
         """The plan, with optimizer state split over replicas where the options ask for it."""

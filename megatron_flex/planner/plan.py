@@ -163,14 +163,22 @@ class Plan:
         """All devices that hold a stage, ascending."""
         return tuple(sorted({d for s in self.stages for d in s.group}))
 
-    @property
+    @cached_property
     def degrees(self) -> tuple[int, ...]:
         """The data-parallel degree of each stage."""
         return tuple(len(s.group) for s in self.stages)
 
     def stages_of(self, device: int) -> tuple[int, ...]:
         """Numbers of the stages that ``device`` holds, in pipeline order."""
-        return tuple(i for i, s in enumerate(self.stages) if device in s.group)
+        return self._held.get(device, ())
+
+    @cached_property
+    def _held(self) -> dict[int, tuple[int, ...]]:
+        held: dict[int, list[int]] = {}
+        for number, stage in enumerate(self.stages):
+            for device in stage.group:
+                held.setdefault(device, []).append(number)
+        return {device: tuple(numbers) for device, numbers in held.items()}
 
     def holders(self, unit: int) -> tuple[int, ...]:
         """Devices that hold ``unit``, ascending."""

@@ -7,8 +7,9 @@ the log predicts, is the schedule's own simulation with these costs.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import cast
+from itertools import pairwise
 
 import numpy as np
 
@@ -19,13 +20,12 @@ from megatron_flex.planner.options import AUTO
 from megatron_flex.planner.plan import Plan, PlanError
 from megatron_flex.planner.tables import Array
 from megatron_flex.quantities import size
-from megatron_flex.schedule.costs import OpCosts, Table
+from megatron_flex.schedule.costs import OpCosts
 from megatron_flex.schedule.list_scheduler import policy, search, simulate
 from megatron_flex.schedule.placement import Placement
 from megatron_flex.schedule.residency import at_once
 from megatron_flex.schedule.routing import Route
-from megatron_flex.schedule.slabs import slab_holders
-from megatron_flex.schedule.timeline import Timeline, timeline
+from megatron_flex.schedule.timeline import Timeline, iteration_seconds, timeline
 
 SEARCHED = "zb"
 """Name of the schedule that is chosen among several rules and orders by simulation."""
@@ -88,9 +88,10 @@ def op_costs(costs: ModelCosts, plan: Plan, batch: Batch) -> OpCosts:
         kept[unit] = min(kept[unit], costs.profile.boundary)
     starts = [stage.start for stage in plan.stages]
 
-    def table(coefficients: Array) -> Table:
+    def table(coefficients: Array) -> Array:
         """``[3, units]`` coefficients to seconds of every stage and micro-batch."""
-        return tuple(map(_row, np.add.reduceat(coefficients, starts, axis=1).T @ basis))
+        found: Array = np.add.reduceat(coefficients, starts, axis=1).T @ basis
+        return found
 
     # Units that do not put off their weight half have its time in the input half.
     waits = np.ones(costs.num_elements)
@@ -99,35 +100,36 @@ def op_costs(costs: ModelCosts, plan: Plan, batch: Batch) -> OpCosts:
     whole = costs.backward_weight * (1.0 - waits)
     inputs = table(costs.backward_input + costs.forward * again + whole)
     weights = table(costs.backward_weight * waits)
-    held = tuple(map(_row, np.outer(np.add.reduceat(kept, starts), batch.tokens)))
+    held = np.outer(np.add.reduceat(kept, starts), batch.tokens)
     size = costs.profile.boundary * batch.tokens
     links = (costs.cluster.inter, costs.intra)
-    wires = [_row(link.latency + size / link.bytes_per_second) for link in links]
-    transfer = []
-    for one, other in zip(plan.stages, plan.stages[1:], strict=False):
-        inside = len({costs.cluster.server_of(d) for d in (*one.group, *other.group)}) == 1
-        transfer.append(wires[inside])
-    reduce, update = slab_seconds(costs, plan)
-    chained: Table = ()
+    wires = np.stack([link.latency + size / link.bytes_per_second for link in links])
+    servers = [{costs.cluster.server_of(d) for d in stage.group} for stage in plan.stages]
+    inside = [int(len(one | other) == 1) for one, other in pairwise(servers)]
+    tables = {
+        "forward": forward,
+        "backward_input": inputs,
+        "backward_weight": weights,
+        "transfer": wires[inside] if inside else np.zeros((0, len(batch.tokens))),
+        "activation": held,
+    }
     if batch.chains:
         chain = chain_bytes(costs.config)
         units = [float(kind is Kind.ATTENTION) for kinds in costs.kinds for kind in kinds]
         sizes = (chain.keys_values + chain.gradients) * np.add.reduceat(units, starts)
-        chained = tuple(map(_row, np.outer(sizes, batch.sliced)))
-    return OpCosts(forward, inputs, weights, tuple(transfer), held, reduce, update, chained)
-
-
-def _row(values: Array) -> tuple[float, ...]:
-    return tuple(cast(list[float], values.tolist()))
+        tables["chain_bytes"] = np.outer(sizes, batch.sliced)
+    return OpCosts.of(tables, *slab_seconds(costs, plan))
 
 
 def slab_seconds(costs: ModelCosts, plan: Plan) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Seconds of each slab's gradient reduction (a ring over its holders) and of its update."""
-    holders = slab_holders(plan, costs.layers)
+    groups = [stage.group for stage in plan.stages for _ in range(stage.start, stage.stop)]
+    if costs.layers.tied:
+        groups.append(tuple({*plan.stages[0].group, *plan.stages[-1].group}))
     sharded = costs.options.shard_optimizer
     wires: dict[tuple[int, ...], tuple[float, float]] = {}  # of a group: seconds, and a byte
     reduce, update = [], []
-    for slab, group in enumerate(holders):
+    for slab, group in enumerate(groups):
         degree = len(group)
         if group not in wires:
             inside = len({costs.cluster.server_of(d) for d in group}) == 1
@@ -147,13 +149,15 @@ def static_bytes(costs: ModelCosts, plan: Plan, batch: Batch) -> list[float]:
     memory of the largest unit at the largest micro-batch.
     """
     world = [0.0] * costs.cluster.world_size
+    away = plan.o_plan.optimizer
     offloaded = np.zeros(costs.num_elements, dtype=bool)
-    offloaded[list(plan.o_plan.optimizer)] = True
+    offloaded[list(away)] = True
     sharded = costs.options.shard_optimizer
     for stage in plan.stages:
         units = slice(stage.start, stage.stop)
-        optimizer = float((costs.own_optimizer[units] * ~offloaded[units]).sum())
-        size = float(costs.own_state[units].sum())
+        size, optimizer, _ = costs.in_range(stage.start, stage.stop)
+        if away:
+            optimizer = float((costs.own_optimizer[units] * ~offloaded[units]).sum())
         size += optimizer / len(stage.group) if sharded else optimizer
         for device in stage.group:
             world[device] += size
@@ -168,7 +172,7 @@ def static_bytes(costs: ModelCosts, plan: Plan, batch: Batch) -> list[float]:
     most = float(batch.tokens.max())
     for device in plan.devices:
         held = (plan.stages[s] for s in plan.stages_of(device))
-        transient = max(float(costs.transient[s.start : s.stop].max()) for s in held)
+        transient = max(costs.in_range(s.start, s.stop)[2] for s in held)
         world[device] += (transient + MESSAGE_BUFFERS * costs.profile.boundary) * most
     return world
 
@@ -192,6 +196,7 @@ def place_plan(
     tries: int = 2,
     stop: float = math.inf,
     forward_only: bool = False,
+    fixed: Sequence[float] | None = None,
 ) -> Placed | None:
     """Place one iteration by the schedule of the plan, or of the options where it names none.
 
@@ -203,6 +208,7 @@ def place_plan(
         spare: bytes of the whole budget that must stay free; by default the plan's own.
         tries: orders that a search looks at.
         stop: seconds that are too long: then the result is ``None``.
+        fixed: :func:`static_bytes`, if they are known.
     """
     op = op_costs(costs, plan, batch) if op is None else op
     name = plan.schedule or costs.options.schedule
@@ -211,7 +217,8 @@ def place_plan(
         placement = simulate(plan, op, rule, table=table, forward_only=True, chains=batch.chains)
         return Placed(rule.name, placement)
     free = costs.whole_budget - (plan.spare if spare is None else spare)
-    room = [max(0.0, free - size) for size in static_bytes(costs, plan, batch)]
+    fixed = static_bytes(costs, plan, batch) if fixed is None else fixed
+    room = [max(0.0, free - size) for size in fixed]
     split: Placed | None = None
     if name == AUTO and plan.o_plan:
         name = FUSED  # memory is short, and a whole backward's is known best
@@ -253,7 +260,7 @@ def predict(
             f"device {device} needs {size(fixed[device])} before any activation and may use"
             f" {size(costs.budget)}: {size(-short)} too few for the plan '{plan}'"
         )
-    placed = place_plan(costs, plan, batch, stop=stop, tries=tries)
+    placed = place_plan(costs, plan, batch, stop=stop, tries=tries, fixed=fixed)
     if placed is None:
         return None
     line = timeline(placed.placement, costs.layers)
@@ -264,3 +271,20 @@ def predict(
         for d in range(costs.cluster.world_size)
     )
     return Prediction(line.makespan, peaks, line, placed.schedule)
+
+
+def simulated_seconds(
+    costs: ModelCosts, plan: Plan, batch: Batch, *, stop: float = math.inf, tries: int = 2
+) -> float:
+    """:attr:`Prediction.seconds` of :func:`predict` alone, which is what a search compares.
+
+    Infinite when it is not below ``stop``, or where state alone is more than a device's budget.
+    """
+    fixed = static_bytes(costs, plan, batch)
+    if min(costs.budget - fixed[d] for d in plan.devices) < 0:
+        return math.inf
+    placed = place_plan(costs, plan, batch, stop=stop, tries=tries, fixed=fixed)
+    if placed is None:
+        return math.inf
+    seconds = iteration_seconds(placed.placement, costs.layers)
+    return seconds if seconds < stop else math.inf

@@ -7,7 +7,7 @@ come from the planner's cost model (or from a test); nothing here knows devices 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -69,8 +69,8 @@ class OpCosts:
             value = getattr(self, name)
             rows_ = value if value and isinstance(value[0], tuple) else (value,)
             for number, row in enumerate(rows_):
-                # One min and one max a row keep this cheap; NaN fails the comparison.
-                if row and not (min(row) >= 0 and max(row) < math.inf and sum(row) >= 0):
+                # This keeps it cheap; NaN fails the comparison.
+                if row and not (min(row) >= 0 and 0 <= sum(row) < math.inf):
                     raise ValueError(
                         f"costs.{name}, row {number}: costs must be finite and not negative"
                     )
@@ -96,6 +96,18 @@ class OpCosts:
         """Number of micro-batches."""
         return len(self.forward[0])
 
+    @cached_property
+    def works(self) -> NDArray[np.float64]:
+        """``[stages, micro_batches]``: forward and backward, seconds."""
+        tables = self.arrays
+        found: NDArray[np.float64] = tables["forward"] + tables["backward_input"]
+        return found + tables["backward_weight"]
+
+    @cached_property
+    def totals(self) -> tuple[float, ...]:
+        """Seconds of each micro-batch over all stages, added stage after stage."""
+        return tuple(np.cumsum(self.works, axis=0)[-1].tolist())
+
     def work(self, stage: int, micro_batch: int) -> float:
         """Seconds of forward and backward of one micro-batch on one stage."""
         return (
@@ -106,15 +118,23 @@ class OpCosts:
 
     def stage_work(self, stage: int) -> tuple[float, ...]:
         """Seconds of forward and backward on one stage, for each micro-batch."""
-        return tuple(
-            f + b + w
-            for f, b, w in zip(
-                self.forward[stage],
-                self.backward_input[stage],
-                self.backward_weight[stage],
-                strict=True,
-            )
-        )
+        return tuple(self.works[stage].tolist())
+
+    @classmethod
+    def of(
+        cls,
+        arrays: Mapping[str, NDArray[np.float64]],
+        reduce: tuple[float, ...] = (),
+        update: tuple[float, ...] = (),
+    ) -> OpCosts:
+        """From the tables as arrays, by name; ``chain_bytes`` may be left out."""
+        tables = {name: tuple(map(tuple, arrays[name].tolist())) for name in arrays}
+        found = cls(**tables, reduce=reduce, update=update)
+        kept = dict(arrays)
+        if "chain_bytes" not in kept:
+            kept["chain_bytes"] = np.zeros_like(kept["activation"])
+        found.__dict__["arrays"] = kept  # where the cached property keeps them
+        return found
 
     @classmethod
     def uniform(

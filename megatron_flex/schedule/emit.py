@@ -89,15 +89,8 @@ def reductions(
         anew = switch.cuts(layers)
         joiners = switch.joiners | {slab: tuple(cut.after) for slab, cut in anew.items()}
         scattered -= anew.keys()
-    plan, M = problem.plan, problem.costs.num_micro_batches
-    S = len(plan.stages)
-    # For each stage, the latest weight gradient on any of its replicas: as (finish, sequence).
-    last = slice(-S * M, None)
-    finish = placement.finish[last].reshape(S, M)
-    number = np.where(
-        finish == finish.max(axis=1, keepdims=True), placement.sequence[last].reshape(S, M), -1
-    )
-    latest = list(zip(finish.max(axis=1).tolist(), number.max(axis=1).tolist(), strict=True))
+    plan = problem.plan
+    latest = last_gradients(placement)
     found = []
     for slab, (stages, group) in enumerate(
         zip(slab_stages(plan, layers), slab_holders(plan, layers), strict=True)
@@ -106,6 +99,17 @@ def reductions(
         members = tuple(sorted({*group, *joiners.get(slab, ())}))
         found.append(Reduction(slab, members, ready, after, slab in scattered))
     return tuple(sorted(found, key=lambda r: (r.ready, r.after, r.slab)))
+
+
+def last_gradients(placement: Placement) -> list[tuple[float, int]]:
+    """For each stage, the latest weight gradient on any replica: its finish and its sequence."""
+    costs = placement.problem.costs
+    shape = costs.num_stages, costs.num_micro_batches
+    last = slice(-shape[0] * shape[1], None)
+    finish = placement.finish[last].reshape(shape)
+    latest = finish.max(axis=1, keepdims=True)
+    number = np.where(finish == latest, placement.sequence[last].reshape(shape), -1)
+    return list(zip(latest[:, 0].tolist(), number.max(axis=1).tolist(), strict=True))
 
 
 def emit(

@@ -163,9 +163,13 @@ class NativePass:
         total, devices = len(ops.seconds), ops.devices
         queues: list[list[int]] = [[] for _ in range(devices)]
         if policy is not None:
+            ranked: dict[tuple[int, ...], list[int]] = {}  # alike on devices of the same stages
             for device in problem.plan.devices:
-                ranking = policy.rank(problem, device)
-                queues[device] = [kind * ops.stages + s for kind, s in ranking if kind < ops.kinds]
+                held = problem.plan.stages_of(device)
+                if held not in ranked:
+                    ranking = policy.rank(problem, device)
+                    ranked[held] = [k * ops.stages + s for k, s in ranking if k < ops.kinds]
+                queues[device] = ranked[held]
         if orders is None:
             order: Integers = np.zeros(total, dtype=np.int64)
             counts = np.bincount(ops.device, minlength=devices)

@@ -24,6 +24,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -109,33 +110,13 @@ def operations(
     """
     stages, batches = route.shape
     kinds = 1 if forward_only else 3 if split else 2
-    size = stages * batches
-    code = np.arange(kinds * size).reshape(kinds, stages, batches)
-    tables = costs.arrays
-    transfer = tables["transfer"].reshape(stages - 1, batches)
-    wire = np.where(route[1:] != route[:-1], transfer, 0.0)
-    forward, backward = code[0], code[min(1, kinds - 1)]
-    # From, to, and seconds on the link where they may be on two devices.
-    edges: list[tuple[Integers, Integers, Floats | None]] = [(forward[:-1], forward[1:], wire)]
-    if not forward_only:
-        edges.append((backward[1:], backward[:-1], wire))
-        edges.append((forward, backward, None))
-    if split and not forward_only:
-        edges.append((backward, code[2], None))
-    lead = np.arange(batches)
-    for chain in chains:
-        own = np.array(chain)
-        lead[own] = own[0]
-        edges.append((forward[:, own[:-1]], forward[:, own[1:]], None))
-        if not forward_only:
-            edges.append((backward[:, own[1:]], backward[:, own[:-1]], None))
-    source = np.concatenate([e[0].ravel() for e in edges])
-    target = np.concatenate([e[1].ravel() for e in edges])
-    wires = np.concatenate([np.zeros(e[0].size) if e[2] is None else e[2].ravel() for e in edges])
-    order = np.argsort(source, kind="stable")
-    offset = np.zeros(kinds * size + 1, dtype=np.int64)
-    np.cumsum(np.bincount(source, minlength=kinds * size), out=offset[1:])
-    takes, frees = _memory(costs, kinds, lead, chains)
+    edges = _edges(kinds, stages, batches, tuple(map(tuple, chains)))
+    transfer = costs.arrays["transfer"].reshape(stages - 1, batches)
+    between = np.where(route[1:] != route[:-1], transfer, 0.0).ravel()
+    wire = np.zeros(len(edges.target))
+    for places in edges.wired:
+        wire[places] = between
+    takes, frees = _memory(costs, kinds, edges.lead, chains)
     return Operations(
         kinds,
         stages,
@@ -145,12 +126,67 @@ def operations(
         _seconds(costs, kinds),
         takes,
         frees,
+        edges.needs,
+        edges.offset,
+        edges.target,
+        wire,
+        edges.lead,
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class _Edges:
+    """What waits for what, which neither costs nor the routing change.
+
+    ``needs``, ``offset``, ``target`` and ``lead`` are those of :class:`Operations`. ``wired``:
+    places of the edges between stages in the order of boundary and micro-batch, forwards first.
+    """
+
+    needs: Integers
+    offset: Integers
+    target: Integers
+    lead: Integers
+    wired: tuple[Integers, ...]
+
+
+@lru_cache(maxsize=256)
+def _edges(kinds: int, stages: int, batches: int, chains: tuple[tuple[int, ...], ...]) -> _Edges:
+    size = stages * batches
+    code = np.arange(kinds * size).reshape(kinds, stages, batches)
+    forward, backward = code[0], code[min(1, kinds - 1)]
+    edges: list[tuple[Integers, Integers]] = [(forward[:-1], forward[1:])]
+    if kinds > 1:
+        edges.append((backward[1:], backward[:-1]))
+    between = len(edges)
+    if kinds > 1:
+        edges.append((forward, backward))
+    if kinds > 2:
+        edges.append((backward, code[2]))
+    lead = np.arange(batches)
+    for chain in chains:
+        own = np.array(chain)
+        lead[own] = own[0]
+        edges.append((forward[:, own[:-1]], forward[:, own[1:]]))
+        if kinds > 1:
+            edges.append((backward[:, own[1:]], backward[:, own[:-1]]))
+    source = np.concatenate([e[0].ravel() for e in edges])
+    target = np.concatenate([e[1].ravel() for e in edges])
+    order = np.argsort(source, kind="stable")
+    place = np.empty_like(order)
+    place[order] = np.arange(len(order))
+    wires = size - batches
+    offset = np.zeros(kinds * size + 1, dtype=np.int64)
+    np.cumsum(np.bincount(source, minlength=kinds * size), out=offset[1:])
+    found = _Edges(
         np.bincount(target, minlength=kinds * size),
         offset,
         target[order],
-        wires[order],
         lead,
+        tuple(place[i * wires : (i + 1) * wires] for i in range(between)),
     )
+    for array in (found.needs, found.offset, found.target, found.lead, *found.wired):
+        array.flags.writeable = False  # shared by all that have this shape
+    return found
 
 
 def _seconds(costs: OpCosts, kinds: int) -> Floats:

@@ -7,6 +7,7 @@ device again, in a V or on neighbouring stages of one group, stays on it.
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Sequence
 
 from megatron_flex.planner.plan import Plan
@@ -23,14 +24,12 @@ def partition(work: Sequence[float], parts: int) -> tuple[int, ...]:
     """
     if parts == 1:
         return (0,) * len(work)
-    loads = [0.0] * parts
-    counts = [0] * parts
     part = [0] * len(work)
+    least = [(0.0, 0, p) for p in range(parts)]  # a heap: load, micro-batches, part
     for micro_batch in sorted(range(len(work)), key=lambda m: (-work[m], m)):
-        best = min(range(parts), key=lambda p: (loads[p], counts[p], p))
+        load, count, best = least[0]
         part[micro_batch] = best
-        loads[best] += work[micro_batch]
-        counts[best] += 1
+        heapq.heapreplace(least, (load + work[micro_batch], count + 1, best))
     return tuple(part)
 
 
@@ -45,10 +44,7 @@ def route(plan: Plan, costs: OpCosts, chains: Sequence[Sequence[int]] = ()) -> R
         raise ValueError(
             f"the plan '{plan}' has {len(plan.stages)} stages, the costs are for {costs.num_stages}"
         )
-    total = [0.0] * costs.num_micro_batches
-    for stage in range(costs.num_stages):
-        for micro_batch, work in enumerate(costs.stage_work(stage)):
-            total[micro_batch] += work
+    total = list(costs.totals)
     for chain in chains:
         total[chain[0]] = sum(total[m] for m in chain)
     leads = {m: chain[0] for chain in chains for m in chain}

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron_flex.model.layers import LayerList
-from megatron_flex.schedule.emit import reductions
+from megatron_flex.schedule.emit import last_gradients, reductions
 from megatron_flex.schedule.placement import Placement
 
 
@@ -74,3 +75,50 @@ def timeline(placement: Placement, layers: LayerList) -> Timeline:
     return Timeline(
         placement, tuple(map(tuple, lanes)), norm, tuple(update), norm + max(update, default=0.0)
     )
+
+
+def iteration_seconds(placement: Placement, layers: LayerList) -> float:
+    """:attr:`Timeline.makespan` alone, many times faster.
+
+    All slabs of a stage are ready at once, so stages follow one another as slabs do.
+    """
+    problem, costs = placement.problem, placement.problem.costs
+    if problem.forward_only:
+        return placement.makespan
+    plan = problem.plan
+    latest = last_gradients(placement)
+    tied = layers.tied_slab
+    order = sorted(range(len(plan.stages)), key=latest.__getitem__)
+    last = len(plan.stages) - 1
+    tied_after = max(0, last, key=latest.__getitem__)
+    free: dict[int, float] = {}
+    update: dict[int, float] = {}
+
+    def run(group: Sequence[int], slabs: Sequence[int], ready: float) -> None:
+        sums: dict[float, float] = {}  # several devices have as much to update
+        if costs.update:
+            for device in group:
+                before = update.get(device, 0.0)
+                if before not in sums:
+                    total = before
+                    for slab in slabs:
+                        total += costs.update[slab]
+                    sums[before] = total
+                update[device] = sums[before]
+        if len(group) < 2:
+            return
+        finish = max(ready, *(free.get(d, 0.0) for d in group))
+        if costs.reduce:
+            for slab in slabs:
+                finish += costs.reduce[slab]
+        for device in group:
+            free[device] = finish
+
+    for number in order:
+        stage = plan.stages[number]
+        run(stage.group, range(stage.start, stage.stop), latest[number][0])
+        if tied is not None and number == tied_after:
+            both = {*plan.stages[0].group, *plan.stages[last].group}
+            run(tuple(both), (tied,), latest[number][0])
+    norm = max(placement.makespan, *free.values()) if free else placement.makespan
+    return norm + max(update.values(), default=0.0)

@@ -22,10 +22,7 @@ def turns(
     Args:
         pipeline: devices that a micro-batch passes through.
     """
-    work = [0.0] * costs.num_micro_batches
-    for stage in range(costs.num_stages):
-        for micro_batch, seconds in enumerate(costs.stage_work(stage)):
-            work[micro_batch] += seconds
+    work = list(costs.totals)
     given, members = _leads(len(work), chains)
     for first, chain in members.items():
         work[first] = sum(work[m] for m in chain)

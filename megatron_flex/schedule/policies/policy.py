@@ -64,7 +64,8 @@ class Policy:
     Attributes:
         name: as users write it.
         split: the backward is split into an input and a weight half.
-        rank: ``rank(problem, device)`` orders the device's queues.
+        rank: ``rank(problem, device)`` orders the device's queues: alike on all devices that hold
+            the same stages.
         limits: ``limits(problem)``.
         forwards_first: a device begins its first backward only after its last forward.
         alternate: after a backward a device looks at its forwards first.
