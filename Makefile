@@ -64,7 +64,7 @@ gpu:
 lint: $(VENV)/.dev $(LIBRARY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/shellcheck $$(find examples -name '*.sh')
+	$(BIN)/shellcheck -x $$(find examples -name '*.sh')
 	$(BIN)/clang-format --dry-run -Werror $$($(CPP))
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo

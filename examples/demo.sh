@@ -82,7 +82,7 @@ elif [[ -n ${PLAN:-} ]]; then
 else
   MODEL_PARALLEL_ARGS+=(--pipeline-model-parallel-size "$WORKERS")
 fi
-DATA_ARGS=(--data-path "$RUN/data/stdlib_text_document" --split 97,3,0 "${TOKENIZER_ARGS[@]}")
+DATA_ARGS=(--data-path "$RUN/data/stdlib_text_document" --split "97,3,0" "${TOKENIZER_ARGS[@]}")
 EVAL_AND_LOGGING_ARGS=(
   --log-interval 10
   --eval-interval 50

@@ -202,15 +202,21 @@ def decisions(
 
 
 def smallest(
-    planner: Planner, ways: Sequence[Sequence[Batch]], current: Plan | None, error: Exception
+    planner: Planner,
+    ways: Sequence[Sequence[Batch]],
+    current: Plan | None,
+    error: Exception,
+    static: Plan | None = None,
+    flag: str = "--memory-budget-gb",
 ) -> str:
-    """What to say of the smallest budget with which all batches fit."""
+    """What to say of the smallest budget with which all batches fit, given by ``flag``."""
     units = planner.units
 
     def fits(budget: int) -> bool:
         chosen = replace(planner.options, budget=budget)
         try:
-            decisions(Planner(units.config, units.profile, units.cluster, chosen), ways, current)
+            other = Planner(units.config, units.profile, units.cluster, chosen)
+            decisions(other, ways, current, static)
         except (Infeasible, PlanError):
             return False
         return True
@@ -219,7 +225,7 @@ def smallest(
     if size is None:
         return ""
     reserved = units.cluster.reserved if planner.options.budget is None else 0
-    return budget_advice(size, "--memory-budget-gb", reserved)
+    return budget_advice(size, flag, reserved)
 
 
 def of_a_run(run: Run, number: int) -> tuple[Planner, list[list[Batch]]]:
@@ -287,7 +293,12 @@ def answer(args: argparse.Namespace, run: Run) -> int:
     current = Plan.parse(args.current) if args.current else None
     if current is not None:
         current.check(run.parts.model.layers.num_units, run.config.world_size)
-    found = decisions(planner, ways, current, run.parts.plan)
+    try:
+        found = decisions(planner, ways, current, run.parts.plan)
+    except (Infeasible, PlanError) as error:
+        flag = "--flexpipe-memory-budget-gb"
+        advice = smallest(planner, ways, current, error, run.parts.plan, flag)
+        raise ValueError(f"{error}{advice}") from error
     if not args.json:
         print("\n".join(line.removeprefix(" ") for line in run.lines()), "\n")
     show(args.json, run.parts.model, ways, found)

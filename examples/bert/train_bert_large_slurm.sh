@@ -16,43 +16,44 @@
 #   DATA_PATH=/data/corpus_text_sentence VOCAB_FILE=/data/bert-vocab.txt \
 #     sbatch examples/bert/train_bert_large_slurm.sh
 #
+# Sizes are variables too (NUM_LAYERS, HIDDEN_SIZE, GLOBAL_BATCH_SIZE and the others below), nodes and
+# GPUs sbatch's own flags or variables (examples/slurm.sh), and what follows the script goes to
+# pretrain_bert.py:
+#
+#   sbatch --nodes=4 examples/bert/train_bert_large_slurm.sh --seed 7
+#
 # Five minutes before its time is up every worker gets SIGTERM; the run saves and ends with status 0.
 # Submitted again, it goes on from there, also on another number of nodes.
 set -euo pipefail
+
+if [[ ! -f examples/slurm.sh ]]; then
+    echo "error: $PWD is not the root of the repository: submit the script from there, or with" \
+        "sbatch --chdir=DIRECTORY" >&2
+    exit 2
+fi
+# shellcheck source=examples/slurm.sh
+source examples/slurm.sh
 
 : "${DATA_PATH:?prefix of the .bin and .idx files}"
 : "${VOCAB_FILE:?the word pieces that they were made with, one a line}"
 CHECKPOINT_PATH=${CHECKPOINT_PATH:-runs/bert-large/checkpoints}
 LOG_PATH=${LOG_PATH:-runs/bert-large}
-PYTHON=${VENV:-.venv}/bin/python
-
-# Where the workers meet. The port depends on the job, so that jobs on one node do not collide.
-mapfile -t NODES < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
-export MASTER_ADDR=${NODES[0]}
-export MASTER_PORT=$((20000 + SLURM_JOB_ID % 20000))
-export WORLD_SIZE=$SLURM_NTASKS
-export LOCAL_WORLD_SIZE=$((SLURM_NTASKS / SLURM_NNODES))
-
-DISTRIBUTED_ARGS=(
-    --kill-on-bad-exit=1
-    --cpu-bind=cores
-)
 
 BERT_MODEL_ARGS=(
-    --num-layers 24
-    --hidden-size 1024
-    --num-attention-heads 16
-    --seq-length 512
+    --num-layers "${NUM_LAYERS:-24}"
+    --hidden-size "${HIDDEN_SIZE:-1024}"
+    --num-attention-heads "${NUM_ATTENTION_HEADS:-16}"
+    --seq-length "${SEQ_LENGTH:-512}"
     --attention-dropout 0
 )
 
 TRAINING_ARGS=(
-    --micro-batch-tokens 8192
-    --global-batch-size 256
-    --train-iters 1000000
+    --micro-batch-tokens "${MICRO_BATCH_TOKENS:-8192}"
+    --global-batch-size "${GLOBAL_BATCH_SIZE:-256}"
+    --train-iters "${TRAIN_ITERS:-1000000}"
     --bf16
-    --lr 1.0e-4
-    --min-lr 1.0e-5
+    --lr "${LR:-1.0e-4}"
+    --min-lr "${MIN_LR:-1.0e-5}"
     --lr-decay-style linear
     --lr-warmup-fraction .01
     --weight-decay 0.01
@@ -61,13 +62,13 @@ TRAINING_ARGS=(
 )
 
 MODEL_PARALLEL_ARGS=(
-    --pipeline-model-parallel-size 2
-    --distributed-backend nccl
+    --pipeline-model-parallel-size "${PIPELINE_STAGES:-2}"
+    --distributed-backend "${BACKEND:-nccl}"
 )
 
 DATA_ARGS=(
     --data-path "$DATA_PATH"
-    --split 949,50,1
+    --split "${SPLIT:-949,50,1}"
     --tokenizer-type BertWordPieceLowerCase
     --vocab-file "$VOCAB_FILE"
 )
@@ -77,7 +78,7 @@ EVAL_AND_LOGGING_ARGS=(
     --log-throughput
     --save "$CHECKPOINT_PATH"
     --load "$CHECKPOINT_PATH"
-    --save-interval 1000
+    --save-interval "${SAVE_INTERVAL:-1000}"
     --keep-last-n 3
     --async-save
     --eval-interval 1000
@@ -94,4 +95,5 @@ srun "${DISTRIBUTED_ARGS[@]}" \
     "${TRAINING_ARGS[@]}" \
     "${MODEL_PARALLEL_ARGS[@]}" \
     "${DATA_ARGS[@]}" \
-    "${EVAL_AND_LOGGING_ARGS[@]}"
+    "${EVAL_AND_LOGGING_ARGS[@]}" \
+    "$@"

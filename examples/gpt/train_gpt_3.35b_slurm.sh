@@ -15,44 +15,45 @@
 #   DATA_PATH=/data/corpus_text_document TOKENIZER_MODEL=/data/tokenizer.model \
 #     sbatch examples/gpt/train_gpt_3.35b_slurm.sh
 #
+# Sizes are variables too (NUM_LAYERS, HIDDEN_SIZE, GLOBAL_BATCH_SIZE and the others below), nodes and
+# GPUs sbatch's own flags or variables (examples/slurm.sh), and what follows the script goes to
+# pretrain_gpt.py:
+#
+#   sbatch --nodes=4 examples/gpt/train_gpt_3.35b_slurm.sh --seed 7
+#
 # Five minutes before its time is up every worker gets SIGTERM; the run saves and ends with status 0.
 # Submitted again, it goes on from there, also on another number of nodes.
 set -euo pipefail
+
+if [[ ! -f examples/slurm.sh ]]; then
+    echo "error: $PWD is not the root of the repository: submit the script from there, or with" \
+        "sbatch --chdir=DIRECTORY" >&2
+    exit 2
+fi
+# shellcheck source=examples/slurm.sh
+source examples/slurm.sh
 
 : "${DATA_PATH:?prefix of the .bin and .idx files}"
 : "${TOKENIZER_MODEL:?the SentencePiece model that they were made with}"
 CHECKPOINT_PATH=${CHECKPOINT_PATH:-runs/gpt-3.35b/checkpoints}
 LOG_PATH=${LOG_PATH:-runs/gpt-3.35b}
-PYTHON=${VENV:-.venv}/bin/python
-
-# Where the workers meet. The port depends on the job, so that jobs on one node do not collide.
-mapfile -t NODES < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
-export MASTER_ADDR=${NODES[0]}
-export MASTER_PORT=$((20000 + SLURM_JOB_ID % 20000))
-export WORLD_SIZE=$SLURM_NTASKS
-export LOCAL_WORLD_SIZE=$((SLURM_NTASKS / SLURM_NNODES))
-
-DISTRIBUTED_ARGS=(
-    --kill-on-bad-exit=1
-    --cpu-bind=cores
-)
 
 GPT_MODEL_ARGS=(
-    --num-layers 16
-    --hidden-size 4096
-    --num-attention-heads 32
-    --seq-length 8192
+    --num-layers "${NUM_LAYERS:-16}"
+    --hidden-size "${HIDDEN_SIZE:-4096}"
+    --num-attention-heads "${NUM_ATTENTION_HEADS:-32}"
+    --seq-length "${SEQ_LENGTH:-8192}"
     --position-embedding-type rope
     --attention-dropout 0
 )
 
 TRAINING_ARGS=(
-    --micro-batch-tokens 8192
-    --global-batch-size 256
-    --train-iters 100000
+    --micro-batch-tokens "${MICRO_BATCH_TOKENS:-8192}"
+    --global-batch-size "${GLOBAL_BATCH_SIZE:-256}"
+    --train-iters "${TRAIN_ITERS:-100000}"
     --bf16
-    --lr 3.0e-4
-    --min-lr 3.0e-5
+    --lr "${LR:-3.0e-4}"
+    --min-lr "${MIN_LR:-3.0e-5}"
     --lr-decay-style cosine
     --lr-warmup-fraction .01
     --weight-decay 0.1
@@ -62,13 +63,13 @@ TRAINING_ARGS=(
 )
 
 MODEL_PARALLEL_ARGS=(
-    --pipeline-model-parallel-size 4
-    --distributed-backend nccl
+    --pipeline-model-parallel-size "${PIPELINE_STAGES:-4}"
+    --distributed-backend "${BACKEND:-nccl}"
 )
 
 DATA_ARGS=(
     --data-path "$DATA_PATH"
-    --split 949,50,1
+    --split "${SPLIT:-949,50,1}"
     --tokenizer-type SentencePieceTokenizer
     --tokenizer-model "$TOKENIZER_MODEL"
 )
@@ -78,7 +79,7 @@ EVAL_AND_LOGGING_ARGS=(
     --log-throughput
     --save "$CHECKPOINT_PATH"
     --load "$CHECKPOINT_PATH"
-    --save-interval 1000
+    --save-interval "${SAVE_INTERVAL:-1000}"
     --keep-last-n 3
     --async-save
     --eval-interval 1000
@@ -95,4 +96,5 @@ srun "${DISTRIBUTED_ARGS[@]}" \
     "${TRAINING_ARGS[@]}" \
     "${MODEL_PARALLEL_ARGS[@]}" \
     "${DATA_ARGS[@]}" \
-    "${EVAL_AND_LOGGING_ARGS[@]}"
+    "${EVAL_AND_LOGGING_ARGS[@]}" \
+    "$@"

@@ -5,7 +5,17 @@
 #     bash examples/gpt/train_gpt_345m.sh
 #
 # Run it from the root of the repository with the environment active (source .venv/bin/activate).
+# Sizes are variables too (GPUS_PER_NODE, NUM_LAYERS, HIDDEN_SIZE and the others below), and what
+# follows the script goes to pretrain_gpt.py.
 set -euo pipefail
+
+refuse() {
+    printf 'error: %s\n' "$*" >&2
+    exit 2
+}
+[[ -f pretrain_gpt.py ]] || refuse "$PWD is not the root of the repository: start the script there"
+command -v torchrun >/dev/null || refuse "there is no torchrun on PATH: run \`make demo\` once, then" \
+    "\`source .venv/bin/activate\`"
 
 : "${DATA_PATH:?prefix of the .bin and .idx files}"
 : "${TOKENIZER_MODEL:?the SentencePiece model that they were made with}"
@@ -19,21 +29,21 @@ DISTRIBUTED_ARGS=(
 )
 
 GPT_MODEL_ARGS=(
-    --num-layers 24
-    --hidden-size 1024
-    --num-attention-heads 16
-    --seq-length 4096
+    --num-layers "${NUM_LAYERS:-24}"
+    --hidden-size "${HIDDEN_SIZE:-1024}"
+    --num-attention-heads "${NUM_ATTENTION_HEADS:-16}"
+    --seq-length "${SEQ_LENGTH:-4096}"
     --position-embedding-type rope
     --attention-dropout 0
 )
 
 TRAINING_ARGS=(
-    --micro-batch-tokens 8192
-    --global-batch-size 128
-    --train-iters 50000
+    --micro-batch-tokens "${MICRO_BATCH_TOKENS:-8192}"
+    --global-batch-size "${GLOBAL_BATCH_SIZE:-128}"
+    --train-iters "${TRAIN_ITERS:-50000}"
     --bf16
-    --lr 3.0e-4
-    --min-lr 3.0e-5
+    --lr "${LR:-3.0e-4}"
+    --min-lr "${MIN_LR:-3.0e-5}"
     --lr-decay-style cosine
     --lr-warmup-fraction .01
     --weight-decay 0.1
@@ -42,13 +52,13 @@ TRAINING_ARGS=(
 )
 
 MODEL_PARALLEL_ARGS=(
-    --pipeline-model-parallel-size 2
-    --distributed-backend nccl
+    --pipeline-model-parallel-size "${PIPELINE_STAGES:-2}"
+    --distributed-backend "${BACKEND:-nccl}"
 )
 
 DATA_ARGS=(
     --data-path "$DATA_PATH"
-    --split 949,50,1
+    --split "${SPLIT:-949,50,1}"
     --tokenizer-type SentencePieceTokenizer
     --tokenizer-model "$TOKENIZER_MODEL"
 )
@@ -58,7 +68,7 @@ EVAL_AND_LOGGING_ARGS=(
     --log-throughput
     --save "$CHECKPOINT_PATH"
     --load "$CHECKPOINT_PATH"
-    --save-interval 1000
+    --save-interval "${SAVE_INTERVAL:-1000}"
     --keep-last-n 3
     --eval-interval 1000
     --eval-iters 10
@@ -71,4 +81,5 @@ torchrun "${DISTRIBUTED_ARGS[@]}" pretrain_gpt.py \
     "${TRAINING_ARGS[@]}" \
     "${MODEL_PARALLEL_ARGS[@]}" \
     "${DATA_ARGS[@]}" \
-    "${EVAL_AND_LOGGING_ARGS[@]}"
+    "${EVAL_AND_LOGGING_ARGS[@]}" \
+    "$@"

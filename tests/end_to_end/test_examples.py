@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -19,6 +21,7 @@ SLURM = [script for script in SCRIPTS if "slurm" in script.name]
 
 # Stands in for srun and torchrun: leaves out their own flags, and starts "task 3".
 LAUNCHER = r"""#!/usr/bin/env bash
+export LAUNCHED_WITH="$*"
 while [[ $1 == --* ]]; do [[ $1 == --nproc-per-node ]] && shift; shift; done
 export SLURM_PROCID=3 SLURM_LOCALID=3
 [[ $1 == *.py ]] && set -- python "$@"
@@ -43,6 +46,7 @@ def programs(tmp_path: Path) -> Path:
         "torchrun": LAUNCHER,
         "python": PYTHON,
         "scontrol": "#!/usr/bin/env bash\nprintf 'node-a\\nnode-b\\n'\n",
+        "squeue": '#!/usr/bin/env bash\nprintf "%s\\n" "${TIME_LEFT:-1-00:00:00}"\n',
     }
     for name, content in contents.items():
         (directory / name).write_text(content)
@@ -50,9 +54,17 @@ def programs(tmp_path: Path) -> Path:
     return directory
 
 
-def started(script: Path, programs: Path, nodes: int = 1) -> tuple[Config, dict[str, str]]:
-    """The configuration and the environment of a worker that the script starts."""
+def run(
+    script: Path,
+    programs: Path,
+    *more: str,
+    nodes: int = 1,
+    directory: Path = ROOT,
+    **variables: str,
+) -> subprocess.CompletedProcess[str]:
+    """Run a script as Slurm would (which runs a copy of it elsewhere), with further words."""
     record = programs / "record.json"
+    record.unlink(missing_ok=True)
     stated = re.search(r"--ntasks-per-node=(\d+)", script.read_text())
     per_node = int(stated[1]) if stated else 8
     environment = {
@@ -67,12 +79,25 @@ def started(script: Path, programs: Path, nodes: int = 1) -> tuple[Config, dict[
         "SLURM_JOB_ID": "4711",
         "SLURM_NNODES": str(nodes),
         "SLURM_NTASKS": str(nodes * per_node),
+        "SLURM_GPUS_ON_NODE": str(per_node),
+        **variables,
     }
-    done = subprocess.run(
-        ["bash", str(script)], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60
-    )
+    environment = {name: value for name, value in environment.items() if value}
+    copy = programs / "slurm_script"
+    shutil.copy(script, copy)
+    return subprocess.run(
+        ["bash", str(copy), *more], cwd=directory, env=environment, capture_output=True, text=True,
+        timeout=60,
+    )  # fmt: skip
+
+
+def started(
+    script: Path, programs: Path, *more: str, nodes: int = 1, **variables: str
+) -> tuple[Config, dict[str, str]]:
+    """The configuration and the environment of a worker that the script starts."""
+    done = run(script, programs, *more, nodes=nodes, **variables)
     assert done.returncode == 0, done.stderr
-    seen = json.loads(record.read_text())
+    seen = json.loads((programs / "record.json").read_text())
     argv = [word for word in seen["argv"] if word != "-u"]
     architecture: Architecture = "bert" if "bert" in argv[0] else "gpt"
     assert (ROOT / argv[0]).is_file()
@@ -88,7 +113,7 @@ def test_a_script_starts_a_run_that_is_accepted_and_can_be_stopped(
     assert config.training.exit_signal_handler
     assert config.checkpoint.save == config.checkpoint.load is not None
     assert config.logging.log_jsonl
-    text = script.read_text()
+    text = script.read_text() + (ROOT / "examples" / "slurm.sh").read_text()
     for array in ("DISTRIBUTED", "TRAINING", "MODEL_PARALLEL", "DATA", "EVAL_AND_LOGGING"):
         assert f"{array}_ARGS=(" in text
         assert f'"${{{array}_ARGS[@]}}"' in text
@@ -105,10 +130,85 @@ def test_a_task_knows_its_place_and_where_to_meet(script: Path, programs: Path) 
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.name)
-def test_a_script_without_data_says_what_is_missing(script: Path) -> None:
-    environment = {k: v for k, v in os.environ.items() if k != "DATA_PATH"}
-    done = subprocess.run(
-        ["bash", str(script)], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60
-    )
+def test_sizes_come_from_variables_and_further_flags_from_the_command(
+    script: Path, programs: Path
+) -> None:
+    sizes = {"NUM_LAYERS": "6", "HIDDEN_SIZE": "96", "NUM_ATTENTION_HEADS": "3", "LR": "2e-4"}
+    more = ["--seed", "7", "--train-iters", "12", "--log-file", "a name with blanks"]
+    config, _ = started(script, programs, *more, BACKEND="gloo", **sizes)
+    m = config.model
+    assert (m.num_layers, m.hidden_size, m.num_attention_heads) == (6, 96, 3)
+    assert (config.learning_rate.lr, config.parallel.distributed_backend) == (2e-4, "gloo")
+    assert (config.training.seed, config.training.train_iters) == (7, 12)
+    assert config.logging.log_file == "a name with blanks"
+
+
+@pytest.mark.parametrize("script", SLURM, ids=lambda script: script.name)
+def test_nodes_and_gpus_come_from_the_job_or_from_variables(script: Path, programs: Path) -> None:
+    config, environment = started(script, programs, nodes=2, NODES="1", GPUS_PER_NODE="4")
+    assert config.world_size == 4
+    assert (environment["WORLD_SIZE"], environment["LOCAL_WORLD_SIZE"]) == ("4", "4")
+    flags = environment["LAUNCHED_WITH"].split()
+    assert {"--nodes=1", "--ntasks=4", "--ntasks-per-node=4"} <= set(flags)
+
+
+REFUSED = {
+    "short": ({"TIME_LEFT": "6:00"}, "the job ends in 360 s, and 300 s before that"),
+    "shorter": ({"TIME_LEFT": "0:59"}, "the job ends in 59 s"),
+    "not in Slurm": ({"SLURM_JOB_ID": ""}, "this is no Slurm job: start the script with sbatch"),
+    "no environment": ({"VENV": ""}, ".venv/bin/python is not there: run `make demo`"),
+    "too many nodes": ({"NODES": "3"}, "NODES is 3, but the job has 2: give --nodes=3 to sbatch"),
+    "too many GPUs": ({"GPUS_PER_NODE": "9"}, "GPUS_PER_NODE is 9, but the job has 8 on a node"),
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+@pytest.mark.parametrize("script", SLURM, ids=lambda script: script.name)
+def test_what_is_wrong_with_a_job_is_said_before_anything_starts(
+    script: Path, kind: str, programs: Path, tmp_path: Path
+) -> None:
+    variables, message = REFUSED[kind]
+    root = tmp_path / "repository"  # without .venv
+    root.mkdir()
+    for name in ("examples", "pretrain_gpt.py", "pretrain_bert.py"):
+        (root / name).symlink_to(ROOT / name)
+    done = run(script, programs, nodes=2, directory=root, **variables)
+    assert done.returncode != 0
+    assert message in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+    assert not (programs / "record.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("left", "warning"),
+    [("6:01", ""), ("2:01", "60"), ("01:00:00", ""), ("1-00:00:00", ""), ("UNLIMITED", "")],
+)
+def test_a_job_that_is_long_enough_starts(left: str, warning: str, programs: Path) -> None:
+    started(SLURM[0], programs, TIME_LEFT=left, WARNING_SECONDS=warning)
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.name)
+def test_a_script_in_another_directory_says_so(
+    script: Path, programs: Path, tmp_path: Path
+) -> None:
+    done = run(script, programs, directory=tmp_path)
+    assert done.returncode == 2
+    assert f"error: {tmp_path} is not the root of the repository" in done.stderr
+    assert not (programs / "record.json").exists()
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.name)
+def test_a_script_without_data_says_what_is_missing(script: Path, programs: Path) -> None:
+    done = run(script, programs, DATA_PATH="")
     assert done.returncode != 0
     assert "DATA_PATH: prefix of the .bin and .idx files" in done.stderr
+
+
+def test_shell_scripts_pass_shellcheck() -> None:
+    scripts = sorted((ROOT / "examples").rglob("*.sh"))
+    assert len(scripts) >= 5
+    done = subprocess.run(
+        [Path(sys.executable).parent / "shellcheck", "-x", *scripts], cwd=ROOT, capture_output=True,
+        text=True, check=False, timeout=60,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout

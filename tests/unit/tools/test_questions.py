@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -47,6 +48,19 @@ def test_plan_answers_for_a_runs_own_batches(
     assert text.count("predicted: ") == 2
     assert "on the plan of the flags" in text
     assert text.rstrip().endswith(": 0:4@0,1 | 4:8@2,3")
+
+
+def test_plan_names_the_smallest_budget_of_a_run_which_is_accepted(
+    flags: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    flag = "--flexpipe-memory-budget-gb"
+    words = [*flags, "--workers", "4", "--batches", "1", "--flexpipe", flag]
+    assert plan.main([*words, "1e-4"]) == 1
+    text = capsys.readouterr().err
+    found = re.search(rf"the smallest budget that would do is \S+ MB \({flag} (\S+)\)", text)
+    assert found is not None, text
+    assert plan.main([*words, found[1]]) == 0
+    assert plan.main([*words, f"{0.98 * float(found[1]):.12g}"]) == 1
 
 
 def test_a_checkpoint_answers_as_the_flags_that_it_was_written_with(
