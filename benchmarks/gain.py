@@ -5,15 +5,20 @@
 
 Simulated on described A100s. Each row is a model, a number of devices, samples a batch and the
 longest of them; *long p*: a share p of the samples is lognormal with a median of 16,000 tokens. The
-planner sees several ways of cutting each batch to micro-batches. Columns, as multiples of all work
-divided by all devices, sums over the batches:
+planner sees several ways of cutting each batch to micro-batches: whole samples packed to token
+budgets, or in the columns *slices* by cost, where long samples become chains. Columns, as multiples
+of all work divided by all devices, sums over the batches:
 
 - chain: the longest sample alone through the model and back, where that is more: no schedule of
   whole samples with a fused backward is faster;
 - for each schedule: planned for every batch, and the best single plan over the batches, as their
   programs would run, with messages, reductions, updates and memory;
-- fixed, update, reduction: what the planned one of the last schedule spends on costs that do not
-  grow with the tokens, on updates, and on reductions that nothing hides.
+- bound: what no order of the last column's plans could beat (each device's work after the first
+  forward has reached it; the longest micro-batch), with their reductions and updates;
+- fixed, update, reduction: what they spend on costs that do not grow with the tokens, on updates,
+  and on reductions that nothing hides;
+- room: for how many chains of the batch's longest sample the fullest device has memory (mean); none
+  where nothing was cut.
 """
 
 from __future__ import annotations
@@ -33,6 +38,7 @@ if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
 from megatron_flex.cluster.cluster import load
+from megatron_flex.data.cut import Cut
 from megatron_flex.data.global_batch import GlobalBatch
 from megatron_flex.data.microbatches import CostCoefficients, cut_by_tokens
 from megatron_flex.data.mock import mixture_lengths
@@ -43,9 +49,12 @@ from megatron_flex.planner.options import PlannerOptions
 from megatron_flex.planner.plan import Plan, PlanError
 from megatron_flex.planner.planner import Planner
 from megatron_flex.planner.presets import model
-from megatron_flex.planner.simulation import Prediction, predict
+from megatron_flex.planner.simulation import Prediction, predict, static_bytes
+from megatron_flex.planner.ways import ways
+from megatron_flex.schedule.list_scheduler import lower_bound
 
 Lengths = NDArray[np.int64]
+SLICES = "+slices"
 
 
 @dataclass(frozen=True)
@@ -99,9 +108,10 @@ ROWS = (
 
 
 class Setting:
-    """A row under one schedule."""
+    """A row under one schedule; a name that ends in ``+slices`` cuts long samples."""
 
-    def __init__(self, row: Row, schedule: str, batches: int) -> None:
+    def __init__(self, row: Row, name: str, batches: int) -> None:
+        schedule = name.removesuffix(SLICES)
         config, cluster = model(row.model), load(f"a100x{row.devices}")
         options = PlannerOptions(schedule=schedule, simulations=row.simulations)
         self.planner = Planner(config, closed_form_profile(config, cluster), cluster, options)
@@ -110,6 +120,10 @@ class Setting:
         self.lengths = [row.lengths(number) for number in range(batches)]
         self.ways: list[list[Batch]] = []
         for lengths in self.lengths:
+            if name != schedule:
+                cut = Cut(by_cost=True, sliced=True, cost=cost)
+                self.ways.append(ways(cut, lengths.tolist(), row.devices))
+                continue
             whole = GlobalBatch(0, lengths, (int(lengths.sum()),))
             cuts = {cut_by_tokens(whole, budget, cost): None for budget in row.budgets}
             self.ways.append([Batch.of(cut) for cut in cuts])
@@ -148,12 +162,28 @@ class Setting:
                 found = one
         return found
 
+    def room(self, prediction: Prediction, batch: Batch) -> float | None:
+        """Memory left for activations, in chains of the longest sample; ``None``: none is cut."""
+        if not batch.chains:
+            return None
+        problem, units = prediction.placement.problem, self.planner.units
+        sizes = [sum(float(batch.sliced[m]) for m in chain) for chain in batch.chains]
+        longest = batch.chains[int(np.argmax(sizes))]
+        operations, stages = problem.operations, range(len(problem.plan.stages))
+        taken = np.zeros(len(units.devices))
+        for stage in stages:
+            code = stage * operations.batches + longest[0]
+            taken[operations.device[code]] += operations.takes[code]
+        free = units.whole_budget - np.array(static_bytes(units, problem.plan, batch))
+        held = taken > 0
+        return float((free[held] / taken[held]).min())
+
     def planned(self, progress: Callable[[], object]) -> list[tuple[Plan, Prediction, Batch]]:
         """A decision for each batch, as its program would run."""
         found = []
-        for ways in self.ways:
-            decision = self.planner.decide(ways, None)
-            batch = ways[decision.micro_batching]
+        for cuts in self.ways:
+            decision = self.planner.decide(cuts, None)
+            batch = cuts[decision.micro_batching]
             prediction = predict(self.planner.units, decision.plan, batch)
             assert prediction is not None  # only a finite stop gives None
             found.append((decision.plan, prediction, batch))
@@ -166,8 +196,8 @@ class Setting:
         plans = dict.fromkeys(Plan(p.stages) for p in (*pool, *self.planner.even_plans))
         for plan in plans:
             total = 0.0
-            for ways in self.ways:
-                prediction = self.best(plan, ways)
+            for cuts in self.ways:
+                prediction = self.best(plan, cuts)
                 total += float("inf") if prediction is None else prediction.seconds
                 if total >= best:
                     break
@@ -179,11 +209,11 @@ def table(rows: Sequence[Row], schedules: Sequence[str], batches: int | None) ->
     """Print the rows as they come."""
     names = [f"{s}, {kind}" for s in schedules for kind in ("planned", "single")]
     print(f"{'':34s}{'chain':>7s}" + "".join(f"{n:>18s}" for n in names)
-          + f"{'fixed':>8s}{'update':>8s}{'reduction':>11s}")  # fmt: skip
+          + f"{'bound':>8s}{'fixed':>8s}{'update':>8s}{'reduction':>11s}{'room':>7s}")  # fmt: skip
     for row in rows:
         count = batches or (10 if row.long else 24)
         cells: list[float] = []
-        spent = (0.0, 0.0, 0.0)
+        spent, room = (0.0, 0.0, 0.0, 0.0), "-"
         for schedule in schedules:
             setting = Setting(row, schedule, count)
             ideal = sum(map(setting.ideal, setting.lengths))
@@ -195,13 +225,25 @@ def table(rows: Sequence[Row], schedules: Sequence[str], batches: int | None) ->
             cells.append(setting.single([plan for plan, _, _ in planned]) / ideal)
             devices = len(setting.planner.units.devices)
             fixed = setting.coefficients[0] / devices
+            rooms = [setting.room(p, batch) for _, p, batch in planned]
+            found = [r for r in rooms if r is not None]
+            room = f"{sum(found) / len(found):.1f}" if found else "-"
             spent = (
+                sum(_bound(p) for _, p, _ in planned) / ideal,
                 sum(fixed * len(batch.tokens) for _, _, batch in planned) / ideal,
                 sum(max(p.timeline.update) for _, p, _ in planned) / ideal,
                 sum(p.timeline.norm - p.placement.makespan for _, p, _ in planned) / ideal,
             )
         print(f"{row!s:34s}{cells[0]:7.2f}" + "".join(f"{c:18.2f}" for c in cells[1:])
-              + f"{spent[0]:8.2f}{spent[1]:8.2f}{spent[2]:11.2f}", flush=True)  # fmt: skip
+              + f"{spent[0]:8.2f}{spent[1]:8.2f}{spent[2]:8.2f}{spent[3]:11.2f}{room:>7s}",
+              flush=True)  # fmt: skip
+
+
+def _bound(prediction: Prediction) -> float:
+    """Seconds below which no order of the plan's operations comes."""
+    placement = prediction.placement
+    after = prediction.seconds - placement.makespan  # reductions that nothing hides, updates
+    return lower_bound(placement.problem) + after
 
 
 def main() -> None:
@@ -210,7 +252,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs="+", choices=range(len(ROWS)), metavar="N",
                         help="rows by number, from 0")  # fmt: skip
     parser.add_argument("--batches", type=int, help="of each row; default 24, of long ones 10")
-    parser.add_argument("--schedules", nargs="+", default=["1f1b", "zb"])
+    parser.add_argument("--schedules", nargs="+", default=["1f1b", "zb", f"zb{SLICES}"])
     arguments = parser.parse_args()
     rows = ROWS if arguments.rows is None else [ROWS[n] for n in arguments.rows]
     table(rows, arguments.schedules, arguments.batches)
