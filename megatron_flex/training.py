@@ -29,7 +29,7 @@ from megatron_flex.loop.divergence import DivergedError, Divergence
 from megatron_flex.loop.evaluation import evaluate
 from megatron_flex.loop.host_copies import HostCopies, forget_host_copies
 from megatron_flex.loop.iteration import Iterations, cost_coefficients
-from megatron_flex.loop.measures import MemoryMeasure, StallMeter, bubble, memory_ratio
+from megatron_flex.loop.measures import MemoryMeasure, StallMeter, bubble, cut_of, memory_ratio
 from megatron_flex.loop.memory import check_memory, memory_of_worker
 from megatron_flex.loop.open_plans import plans_change
 from megatron_flex.loop.opening import opening
@@ -344,6 +344,8 @@ class Trainer:
         ratio = memory_ratio(result.measured, self.iterations.room)
         self.steps.measured(self.progress.iteration - 1, elapsed, ratio)
         extra, notes = self._layout(current, result, elapsed)
+        cut_extra, cut_notes = cut_of(micro_batches)
+        extra, notes = extra | cut_extra, notes | cut_notes
         params_norm = self._params_norm() if self.config.logging.log_params_norm else None
         log_memory = self.speaks and self.config.logging.log_memory_to_tensorboard
         self.recorder.iteration(
@@ -407,6 +409,8 @@ class Trainer:
             extra["predicted"] = choice.seconds
             if choice.uncorrected is not None:
                 extra["predicted-uncorrected"] = choice.uncorrected
+            if choice.whole is not None:
+                extra["predicted-without-slices"] = choice.whole
             notes["predicted/measured (ms)"] = f"{1000 * choice.seconds:.1f}/{1000 * elapsed:.1f}"
         if "memory-measured" in extra:
             sizes = (extra["memory-predicted"], extra["memory-measured"])

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Sequence
 from statistics import median
 
+from megatron_flex.data.microbatch import MicroBatch
 from megatron_flex.runtime.clock import Measured
 
 _KEPT = 50  # gaps without a switch that the usual gap is the median of
@@ -18,6 +19,18 @@ def bubble(measured: Sequence[Measured]) -> float:
         return 0.0
     elapsed = max(m.elapsed for m in working)
     return max(0.0, 1.0 - sum(m.busy for m in working) / (len(working) * elapsed))
+
+
+def cut_of(micro_batches: Sequence[MicroBatch]) -> tuple[dict[str, float], dict[str, str]]:
+    """Numbers and log fields on how a batch was cut."""
+    pieces = [m.slices[0].sample for m in micro_batches if not m.slices[0].whole]
+    samples = len(set(pieces))
+    numbers = {
+        "micro-batches": float(len(micro_batches)),
+        "sliced-samples": float(samples),
+        "slices": float(len(pieces)),
+    }
+    return numbers, {"sliced": f"{samples} in {len(pieces)}"} if pieces else {}
 
 
 class MemoryMeasure:

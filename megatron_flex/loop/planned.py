@@ -81,6 +81,7 @@ class PlannedPlans:
             uncorrected * answer.factor,
             frozenset(answer.late),
             uncorrected,
+            answer.whole or None,
         )
 
     def _keep(self, iteration: int) -> Choice:

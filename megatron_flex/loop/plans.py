@@ -25,6 +25,7 @@ class Choice:
         late: (slab, device) pairs that are handed over after the update of the iteration before,
             for lack of room for an early copy.
         uncorrected: ``seconds`` as the cost model has it, without what earlier iterations taught.
+        whole: the same with whole samples, where some are cut to slices.
     """
 
     plan: Plan
@@ -33,6 +34,7 @@ class Choice:
     seconds: float | None = None
     late: frozenset[tuple[int, int]] = frozenset()
     uncorrected: float | None = None
+    whole: float | None = None
 
     def to_json(self) -> dict[str, Any]:
         """What the first worker tells the others."""

@@ -45,6 +45,7 @@ from megatron_flex.planner.package import Package, digest, pack
 from megatron_flex.planner.plan import Plan, PlanError
 from megatron_flex.planner.planner import Planner
 from megatron_flex.planner.plans import plan_of
+from megatron_flex.planner.simulation import predict
 from megatron_flex.planner.switching import Running, Way, switch
 from megatron_flex.planner.ways import batch_of, micro_batches, ways
 from megatron_flex.schedule.transition import Transition, transition
@@ -171,6 +172,8 @@ class Answer:
     ``late``: (slab, device) pairs for which there is no room before the update: handed over after.
     ``factor``: measured over predicted time of late; predictions times it are the best guess.
     ``problem``: no plan fits, in words; else empty.
+    ``whole``: predicted seconds of the same plan with whole samples, where some are cut to slices;
+    else 0.
     """
 
     iteration: int
@@ -178,11 +181,13 @@ class Answer:
     factor: float
     problem: str = ""
     late: tuple[tuple[int, int], ...] = ()
+    whole: float = 0.0
 
     def to_json(self) -> dict[str, Any]:
         """As a message."""
         return {
             "answer": {
+                "whole": self.whole,
                 "iteration": self.iteration,
                 "decision": None if self.decision is None else self.decision.to_json(),
                 "factor": self.factor,
@@ -198,7 +203,8 @@ class Answer:
         text = data["decision"]
         decision = None if text is None else Decision.from_json(text)
         late = tuple((slab, device) for slab, device in data["late"])
-        return cls(data["iteration"], decision, data["factor"], data["problem"], late)
+        factor, problem, whole = data["factor"], data["problem"], data["whole"]
+        return cls(data["iteration"], decision, factor, problem, late, whole)
 
 
 @dataclass(frozen=True)
@@ -298,7 +304,20 @@ class Service:
             moves = switch(self.planner.units, running, decision.plan).moves
             pairs = ((m.slab, m.device) for m in moves if m.way is Way.HAND_OVER)
             late = tuple(sorted(pairs))
-        return Answer(question.iteration, decision, self.factor, late=late)
+        whole = self._whole(decision.plan, question.window[0])
+        return Answer(question.iteration, decision, self.factor, late=late, whole=whole)
+
+    def _whole(self, plan: Plan, lengths: tuple[int, ...]) -> float:
+        """Seconds of a plan without slices, where its batch has some; else 0."""
+        cut = self._setup.cut
+        if not batch_of(cut, lengths, plan.cut).chains:
+            return 0.0
+        batch = batch_of(replace(cut, sliced=False, slice_tokens=0), lengths, plan.cut)
+        try:
+            found = predict(self.planner.units, plan, batch)
+        except PlanError:
+            return 0.0
+        return 0.0 if found is None else found.seconds
 
     def replies(self, question: Question) -> Iterator[Done | Answer]:
         """Programs of the iteration that runs, and the decision for the one that comes."""
@@ -397,7 +416,9 @@ class Service:
         name = self._setup.options.planner
         if name == "hbsa":
             # The paper's algorithm is for one way of cutting.
-            return self._hbsa.decide(window[0][min(1, len(window[0]) - 1)], running)
+            batch = window[0][min(1, len(window[0]) - 1)]
+            decision = self._hbsa.decide(batch, running)
+            return replace(decision, plan=replace(decision.plan, cut=batch.target))
         if name == "exhaustive":
             found = []
             for batch in window[0]:

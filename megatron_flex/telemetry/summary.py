@@ -21,6 +21,8 @@ class Summary:
         self._name = "lm loss"
         self._iterations = self._tokens = self._switches = 0
         self._seconds = 0.0
+        self._sliced = self._slices = 0
+        self._predicted = self._whole = 0.0  # of iterations with slices, and without them
         self._iteration = 0
         self._plans: dict[str, None] = {}
         self._plan = ""
@@ -38,6 +40,11 @@ class Summary:
                 if len(self._first) < _SMOOTH:
                     self._first.append(value)
                 self._last = [*self._last, value][-_SMOOTH:]
+        self._sliced += int(record.extra.get("sliced-samples", 0))
+        self._slices += int(record.extra.get("slices", 0))
+        if "predicted-without-slices" in record.extra:
+            self._predicted += record.extra["predicted-uncorrected"]
+            self._whole += record.extra["predicted-without-slices"]
         stages = record.plan.partition(";")[0].strip()
         self._switches += bool(self._plan) and stages != self._plan
         self._plan = stages
@@ -76,6 +83,15 @@ class Summary:
         if self._iterations:
             only = f": {self._plan}" if len(self._plans) == 1 else ""
             yield f" plans: {len(self._plans)}{only}; switches: {self._switches}"
+        if self._sliced:
+            saves = ""
+            if self._predicted:
+                factor = self._whole / self._predicted
+                saves = (
+                    "; with whole samples the same plans would take"
+                    f" {factor:.2f} times as long, by the cost model"
+                )
+            yield f" slices: {self._sliced:,} long samples in {self._slices:,} slices{saves}"
         if saved is not None:
             yield f" checkpoint: iteration {saved:,} in {config.checkpoint.save}"
         elif self._iterations and config.checkpoint.save is None:

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from megatron_flex.data.cut import Cut, chains_of
 from megatron_flex.data.global_batch import GlobalBatch
 from megatron_flex.data.microbatch import MicroBatch
-from megatron_flex.data.microbatches import CostCoefficients, cut_by_tokens
 from megatron_flex.data.packed import PackedBatch
 from megatron_flex.model.config import ModelConfig
 from megatron_flex.planner.footprint import Footprint
@@ -134,6 +134,7 @@ def train(
     exact: bool = False,
     fault_when: str = "always",
     budget: int | None = None,
+    cut: Cut | None = None,
     capacity: int | None = None,
     evaluate: bool = False,
     migrate: bool = False,
@@ -151,6 +152,7 @@ def train(
         fault_when: ``always`` (from iteration 3 on) or ``switch`` (only in the first iteration
             that switches).
         budget: most tokens of a micro-batch; by default two thirds of ``longest``.
+        cut: how batches are cut, if not by that.
         capacity: most process groups to keep; by default as in training.
         scatter: reduce sharded gradients as on GPUs.
         evaluate: evaluate a batch between any two iterations.
@@ -185,8 +187,9 @@ def train(
             switch = transition(plan, following, layers, late=late, elements=slab_elements(config))
         batch = batch_of(iteration, longest=longest)
         batch = replace(batch, denominators=denominators(config, batch, masked))
-        parts = cut_by_tokens(batch, budget or 2 * longest // 3, CostCoefficients())
-        moved = range(len(parts) // 2, len(parts)) if migrate else ()
+        by = cut or Cut(budget or 2 * longest // 3)
+        parts = by.micro_batches(batch, plan.cut)
+        moved = _second_half(parts) if migrate else ()
         program = build_program(
             config, plan, parts, world.size, policy=policy, switch=switch, moved=moved
         )
@@ -218,6 +221,15 @@ def train(
     executor.settle()
     state = {k: v.clone() for k, v in owned_state(world, holdings).items()}
     return Outcome(tuple(results), state, holdings.updates)
+
+
+def _second_half(parts: Sequence[MicroBatch]) -> tuple[int, ...]:
+    """The last half of the micro-batches, chains whole."""
+    moved = set(range(len(parts) // 2, len(parts)))
+    for chain in chains_of(parts):
+        if chain[0] not in moved:
+            moved -= set(chain)
+    return tuple(sorted(moved))
 
 
 def _evaluate(

@@ -27,6 +27,10 @@ WRONG: list[tuple[str, tuple[str, ...], str]] = [
         (),
         "--recompute-modules has no effect without --recompute-granularity selective",
     ),
+    ("--flexpipe-slice-tokens -1", (), "expected auto, 0 for never, or a number of tokens"),
+    ("--flexpipe-slice-tokens some", (), "expected auto, 0 for never, or a number of tokens"),
+    ("--flexpipe --flexpipe-bitwise", ("--micro-batch-tokens",), "cuts all batches alike"),
+    ("--flexpipe-slice-tokens 0", ("--micro-batch-tokens",), "give either --micro-batch-tokens"),
     ("--recompute-method block", (), "--recompute-method has no effect without --recompute-gran"),
     ("--recompute-modules moe", (), "models are dense; use mlp"),
     ("--flexpipe --recompute-activations", (), "with --flexpipe the planner chooses what is recom"),
@@ -261,6 +265,11 @@ def test_a_contradiction_or_a_flag_without_effect_is_one_clear_error(
 
 
 RIGHT: list[tuple[str, tuple[str, ...]]] = [
+    ("--flexpipe", ("--micro-batch-tokens",)),
+    ("--flexpipe --flexpipe-slice-tokens 0", ("--micro-batch-tokens",)),
+    ("--flexpipe-slice-tokens 256", ("--micro-batch-tokens",)),
+    ("--flexpipe-slice-tokens 256 --micro-batch-size 2", ("--micro-batch-tokens",)),
+    ("--flexpipe --flexpipe-bitwise --flexpipe-slice-tokens auto", ()),
     ("", ()),
     ("--pipeline-model-parallel-size 2", ()),
     ("--pipeline-model-parallel-size 4 --num-layers 7", ()),
@@ -319,6 +328,8 @@ def test_bert_flags_are_for_bert() -> None:
     assert not bert.model.bert_binary_head
     text = refusal("--sample-format pair", architecture="bert")
     assert "--sample-format pair is for GPT" in text
+    text = refusal("--flexpipe-slice-tokens 256", architecture="bert")
+    assert "BERT looks at all tokens of a sample at once" in text
 
 
 def test_files_with_data_paths_are_read_and_checked(tmp_path: Path) -> None:
