@@ -5,10 +5,11 @@ from __future__ import annotations
 from megatron_flex.config.config import Config
 from megatron_flex.data.batches import BatchSource
 from megatron_flex.data.global_batch import GlobalBatch
+from megatron_flex.data.microbatch import MicroBatch
 from megatron_flex.loop.assemble import Parts
 from megatron_flex.loop.iteration import Iterations, cost_coefficients
 from megatron_flex.loop.setup import planner_setup
-from megatron_flex.planner.package import unpack
+from megatron_flex.planner.package import Received, unpack
 from megatron_flex.planner.plan import Plan
 from megatron_flex.planner.service import Service, Task
 from megatron_flex.runtime.executor import Executor, StepResult
@@ -38,6 +39,11 @@ class Directed:
         self, source: BatchSource, batch: GlobalBatch, step_size: StepSize, *, following: Plan
     ) -> StepResult:
         """Train on ``batch`` and leave the layout ``following`` behind."""
+        told, parts = self.told(batch, following)
+        return self.iterations.train(source, batch, step_size, told, parts, following=following)
+
+    def told(self, batch: GlobalBatch, following: Plan) -> tuple[Received, tuple[MicroBatch, ...]]:
+        """What this worker does to train on ``batch``, and the micro-batches."""
         iterations = self.iterations
         parts = iterations.cut(batch, iterations.plan)
         service = self.service
@@ -51,5 +57,4 @@ class Directed:
         package = service.done(task).package
         assert package is not None
         rank = iterations.executor.world.rank
-        told = unpack(package.header, package.parts[rank], rank, task.name, parts)
-        return iterations.train(source, batch, step_size, told, parts, following=following)
+        return unpack(package.header, package.parts[rank], rank, task.name, parts), parts
