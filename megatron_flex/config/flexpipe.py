@@ -8,7 +8,17 @@ from typing import Literal
 from megatron_flex.config.option import option
 
 Schedule = Literal[
-    "auto", "gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v", "v-half", "v-min", "zb"
+    "auto",
+    "gpipe",
+    "1f1b",
+    "seq1f1b",
+    "interleaved",
+    "zb-h1",
+    "zb-h2",
+    "zb-v",
+    "v-half",
+    "v-min",
+    "zb",
 ]
 V_SCHEDULES = ("zb-v", "v-half", "v-min")
 """Schedules of a static plan with two stages a worker, in a V."""
@@ -25,11 +35,12 @@ class FlexpipeOptions:
 
     flexpipe_schedule: Schedule | None = option(None, own=True)
     """Order of the operations on each worker. gpipe: all forwards first; 1f1b: one forward, one
-    backward; interleaved: the same with several stages a worker; zb-h1, zb-h2: the backward in two
-    halves, the weights' later, in the memory of 1f1b or twice that; zb-v, v-half, v-min: such on
-    two stages a worker, in a V, in the memory of 1f1b, about a half or a third of it; zb: the best
-    order that a search finds for such halves; auto: zb, or 1f1b where only that fits. Not set: auto
-    with --flexpipe; interleaved with virtual pipeline stages; else 1f1b."""
+    backward; seq1f1b: the same over slices of samples; interleaved: the same with several stages a
+    worker; zb-h1, zb-h2: the backward in two halves, the weights' later, in the memory of 1f1b or
+    twice that; zb-v, v-half, v-min: such on two stages a worker, in a V, in the memory of 1f1b,
+    about a half or a third of it; zb: the best order that a search finds for such halves; auto:
+    zb, or 1f1b where only that fits. Not set: auto with --flexpipe; interleaved with virtual
+    pipeline stages; else 1f1b."""
 
     flexpipe: bool = option(False, own=True)
     """Plan the layout of every iteration anew from its samples' lengths, and switch live."""

@@ -29,6 +29,7 @@ from megatron_flex.schedule.policies.gpipe import GPIPE
 from megatron_flex.schedule.policies.interleaved import INTERLEAVED
 from megatron_flex.schedule.policies.one_f_one_b import ONE_F_ONE_B
 from megatron_flex.schedule.policies.policy import Limits, Policy, pipeline_memory
+from megatron_flex.schedule.policies.seq1f1b import SEQ1F1B
 from megatron_flex.schedule.policies.straight import is_even_straight
 from megatron_flex.schedule.policies.zero_bubble import ZB, ZB_H1, ZB_H2
 from megatron_flex.schedule.policies.zero_bubble_v import ZB_V, is_v
@@ -41,7 +42,7 @@ from megatron_flex.schedule.turns import by_number, turns
 Chains = Sequence[Sequence[int]]
 """Micro-batches that hold the slices of one sample, in order."""
 
-_POLICIES = (GPIPE, ONE_F_ONE_B, INTERLEAVED, ZB_H1, ZB_H2, ZB_V, V_HALF, V_MIN, ZB)
+_POLICIES = (GPIPE, ONE_F_ONE_B, SEQ1F1B, INTERLEAVED, ZB_H1, ZB_H2, ZB_V, V_HALF, V_MIN, ZB)
 POLICIES: dict[str, Policy] = {p.name: p for p in _POLICIES}
 
 
@@ -281,8 +282,8 @@ def _simulate(
         limits = Limits(limits.in_flight, tuple(memory))
     else:
         memory = None
-    # The textbooks have no chains.
-    textbook = not problem.forward_only and not problem.chains
+    # Most textbooks have no chains.
+    textbook = not problem.forward_only and (rule.chains or not problem.chains)
     orders = rule.order(problem, turn) if textbook else None
     if orders is not None:
         try:

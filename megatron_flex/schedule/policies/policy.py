@@ -72,6 +72,7 @@ class Policy:
         placement: the shape of plan that it is meant for.
         order: ``order(problem, turn)`` gives the textbook order where the plan is of the
             textbook's shape, else ``None``, and the rule decides.
+        chains: that order knows the slices of samples.
     """
 
     name: str
@@ -82,6 +83,7 @@ class Policy:
     alternate: bool = False
     placement: Shape = Shape.STRAIGHT
     order: Callable[[Problem, Sequence[int]], Orders | None] = _no_order
+    chains: bool = False
 
 
 def backward_first(problem: Problem, device: int) -> Ranking:

@@ -21,20 +21,27 @@ def is_even_straight(plan: Plan) -> bool:
 
 
 def lagged_orders(
-    problem: Problem, turn: Sequence[int], warm_up: Sequence[int], lag: Sequence[int]
+    problem: Problem,
+    turn: Sequence[int],
+    warm_up: Sequence[int],
+    lag: Sequence[int],
+    back: Sequence[int] | None = None,
 ) -> Orders:
     """Order of each device; ``warm_up`` and ``lag`` are counts for each stage.
 
-    ``lag`` only matters where the backward is split.
+    ``lag`` only matters where the backward is split. ``back``: the order of the backwards, if it is
+    not ``turn``.
     """
+    back = turn if back is None else back
     split = problem.split
     orders: list[tuple[int, ...]] = [()] * problem.num_devices
     for stage, placed in enumerate(problem.plan.stages):
         for device in placed.group:
             own = [m for m in turn if problem.route[stage][m] == device]
             forwards = _codes(problem, OpKind.FORWARD, stage, own)
-            backwards = _codes(problem, OpKind.BACKWARD, stage, own)
-            weights = _codes(problem, OpKind.WEIGHT, stage, own) if split else []
+            returning = [m for m in back if problem.route[stage][m] == device]
+            backwards = _codes(problem, OpKind.BACKWARD, stage, returning)
+            weights = _codes(problem, OpKind.WEIGHT, stage, returning) if split else []
             ahead = min(warm_up[stage], len(own))
             order = forwards[:ahead]
             for i, backward in enumerate(backwards):

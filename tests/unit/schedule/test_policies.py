@@ -97,6 +97,24 @@ def test_activations_held_are_the_published_ones(devices: int, batches: int) -> 
     assert set(run("zb-v", devices, batches).peak) == {devices}
 
 
+@pytest.mark.parametrize(("devices", "samples", "slices"), [(4, 8, 4), (4, 2, 1), (8, 6, 16)])
+def test_seq1f1b_has_its_published_bubble_and_memory(
+    devices: int, samples: int, slices: int
+) -> None:
+    numbers = range(samples * slices)
+    chains = [tuple(numbers[i : i + slices]) for i in numbers[::slices]] if slices > 1 else []
+    costs = OpCosts.uniform(devices, len(numbers))
+    placed = simulate(straight(devices), costs, policy("seq1f1b"), chains=chains)
+    assert placed.makespan == 3 * (samples * slices + devices - 1)
+    assert round(placed.mean_bubble, 9) == round(
+        (devices - 1) / (slices * samples + devices - 1), 9
+    )
+    # The peak counts what is reserved: whole chains. Held is less.
+    kinds = [placed.problem.decode(code)[0] for code in placed.order[0]]
+    held = max(accumulate(1 if kind is OpKind.FORWARD else -1 for kind in kinds))
+    assert held == min(samples * slices, slices + devices - 1)
+
+
 def test_replicas_run_as_pipelines_of_their_own() -> None:
     for name, makespan in (("1f1b", 33.0), ("zb-h1", 27.0), ("gpipe", 33.0)):
         plan = straight(4, replicas=2)
