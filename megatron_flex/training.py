@@ -194,11 +194,10 @@ class Trainer:
         for warning in parts.warnings:
             self._say(f" warning: {warning}")
         text = config.architecture != "bert" and config.data.sample_format == "text"
-        for split in ("train", "valid", "test"):
+        for split in ("valid", "test"):  # of the training data all was said above
             for samples in getattr(getattr(parts, split), "sets", ()):
                 counts = samples.selection.counts
-                if split != "train":  # said above
-                    self._say(f" {split} data: {counts}")
+                self._say(f" {split} data: {counts}")
                 lost = counts.warning(config.data.max_sample_length, divisible=text)
                 if lost is not None:
                     self._say(f" warning: {split} data: {lost}")

@@ -35,6 +35,7 @@ if str(ROOT) not in sys.path:
 
 from megatron_flex.cluster.cluster import ClusterError, load
 from megatron_flex.cluster.profile import Profile, ProfileError
+from megatron_flex.data.bar import SHORT, progress_bar, shown
 from megatron_flex.data.errors import DataError
 from megatron_flex.data.global_batch import GlobalBatch
 from megatron_flex.data.microbatches import CostCoefficients, cut_by_tokens
@@ -42,7 +43,7 @@ from megatron_flex.data.mock import mixture_lengths
 from megatron_flex.loop.questions import ABOUT, Run, read_run
 from megatron_flex.loop.setup import planner_setup
 from megatron_flex.model.config import ModelConfig
-from megatron_flex.planner.budget import budget_advice, smallest_budget
+from megatron_flex.planner.budget import SECONDS, budget_advice, smallest_budget
 from megatron_flex.planner.build import Batch
 from megatron_flex.planner.closed_form import closed_form_profile
 from megatron_flex.planner.decision import Decision, Infeasible
@@ -183,7 +184,7 @@ def decisions(
     if current is not None:
         running = planner.running(current, ways[0][0])
     found = []
-    for number, batch in enumerate(ways):
+    for number, batch in enumerate(shown(ways, "plan", unit=" batches")):
         start = time.perf_counter()
         if chosen.planner == "hbsa":
             decision = hbsa.decide(batch[0], running)
@@ -212,8 +213,11 @@ def smallest(
     """What to say of the smallest budget with which all batches fit, given by ``flag``."""
     units = planner.units
 
+    began = time.perf_counter()
+
     def fits(budget: int) -> bool:
         chosen = replace(planner.options, budget=budget)
+        bar.update(min(SECONDS, time.perf_counter() - began) - bar.n)
         try:
             other = Planner(units.config, units.profile, units.cluster, chosen)
             decisions(other, ways, current, static)
@@ -221,7 +225,8 @@ def smallest(
             return False
         return True
 
-    size = smallest_budget(fits, units.budget, getattr(error, "shortfall", 0.0))
+    with progress_bar(SECONDS, "try budgets", unit=" s", delay=SHORT) as bar:
+        size = smallest_budget(fits, units.budget, getattr(error, "shortfall", 0.0))
     if size is None:
         return ""
     reserved = units.cluster.reserved if planner.options.budget is None else 0

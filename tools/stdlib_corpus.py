@@ -27,6 +27,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+if __name__ == "__main__":  # from a clone, without installing
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from megatron_flex.data.bar import shown
+
 SKIPPED_DIRECTORIES = frozenset(
     {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 )
@@ -100,7 +105,8 @@ def _end_of_head(
 
 def records(root: Path, form: str) -> Iterator[dict[str, str]]:
     """One JSON object a definition below ``root``; files that cannot be parsed are left out."""
-    for path in source_files(root):
+    paths = list(source_files(root))
+    for path in shown(paths, "parse", unit=" files"):
         try:
             with tokenize.open(path) as stream:
                 found = list(definitions(stream.read()))

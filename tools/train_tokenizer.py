@@ -14,17 +14,22 @@ from __future__ import annotations
 import argparse
 import io
 import json
+import multiprocessing
 import os
+import re
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
+from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import sentencepiece
 
 if __name__ == "__main__":  # from a clone, without installing
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from megatron_flex.data.bar import SHORT, progress_bar
 from megatron_flex.data.errors import DataError
 from megatron_flex.data.jsonl import parse, read_lines
 
@@ -63,14 +68,27 @@ def _what_it_has(path: str) -> str:
 
 
 def _texts(path: str, keys: list[str]) -> Iterator[list[str]]:
-    for line in read_lines(path):
-        parsed = parse(line.content, keys, first=line.number == 1)
-        if parsed.texts is not None:
+    size = os.path.getsize(path) if os.path.isfile(path) else 0
+    with progress_bar(size, "read", unit="B", delay=SHORT) as bar:
+        for line in read_lines(path):
+            bar.update(line.position - bar.n)
+            parsed = parse(line.content, keys, first=line.number == 1)
+            if parsed.texts is None:
+                continue
             yield ["".join(sentences) for sentences in parsed.texts.values()]
 
 
-def train(texts: list[str], vocab_size: int, model_type: str, special: Sequence[str] = ()) -> bytes:
+def train(
+    texts: list[str],
+    vocab_size: int,
+    model_type: str,
+    special: Sequence[str] = (),
+    *,
+    speak: bool = False,
+) -> bytes:
     """The model file; ``special``: texts that are one piece each, wherever they stand.
+
+    ``speak``: SentencePiece writes what it does to the standard error stream.
 
     Raises:
         DataError: the texts are too few for so large a vocabulary.
@@ -94,12 +112,64 @@ def train(texts: list[str], vocab_size: int, model_type: str, special: Sequence[
             user_defined_symbols=["\n", *special],
             control_symbols=["<CLS>", "<SEP>", "<EOD>", "<MASK>"],
             pad_id=3,
-            minloglevel=2,
+            minloglevel=0 if speak else 2,
         )
     except (RuntimeError, ValueError, OSError) as error:
         reason = str(error).rpartition("] ")[2]  # without SentencePiece's line of source
         raise DataError(f"--vocab-size {vocab_size}: {reason}") from error
     return model.getvalue()
+
+
+def train_shown(
+    texts: list[str], vocab_size: int, model_type: str, special: Sequence[str] = ()
+) -> bytes:
+    """:func:`train` in a process of its own, whose log tells how far it has come."""
+    context = multiprocessing.get_context("fork")  # the texts are there already
+    ours, theirs = context.Pipe(duplex=False)
+    with (
+        tempfile.NamedTemporaryFile() as log,
+        progress_bar(vocab_size, "train", unit=" pieces", delay=SHORT) as bar,
+    ):
+        words = (texts, vocab_size, model_type, special)
+        process = context.Process(target=_train_apart, args=(log.name, theirs, words))
+        process.start()
+        theirs.close()
+        while not ours.poll(0.2):
+            bar.update(max(0, min(vocab_size, _pieces(log.name, vocab_size)) - bar.n))
+        try:
+            result = ours.recv()
+        except EOFError:
+            process.join()
+            raise DataError(
+                f"training ended with status {process.exitcode}; is there too little memory for"
+                f" --max-characters {sum(map(len, texts))}?"
+            ) from None
+        process.join()
+        if isinstance(result, DataError):
+            raise result
+        bar.update(vocab_size - bar.n)
+    content: bytes = result
+    return content
+
+
+def _train_apart(log: str, answer: Connection, words: tuple[Any, ...]) -> None:
+    os.dup2(os.open(log, os.O_WRONLY | os.O_APPEND), 2)
+    try:
+        answer.send(train(*words, speak=True))
+    except DataError as error:
+        answer.send(error)
+
+
+def _pieces(log: str, vocab_size: int) -> int:
+    """How many pieces there are by SentencePiece's log: BPE adds them, unigram leaves some."""
+    with open(log, "rb") as stream:
+        stream.seek(-min(4096, os.path.getsize(log)), os.SEEK_END)
+        tail = stream.read()
+    found = re.findall(rb"\b(merges|size)=(\d+)", tail)
+    if not found:
+        return 0
+    what, number = found[-1][0], int(found[-1][1])
+    return number if what == b"merges" or number <= vocab_size else vocab_size**2 // number
 
 
 def write(path: Path, content: bytes) -> None:
@@ -148,7 +218,7 @@ def main(words: list[str] | None = None) -> int:
                 f" {', '.join(RESERVED)}"
             )
         texts = sample(flags.input, flags.json_keys, flags.max_characters)
-        content = train(texts, flags.vocab_size, flags.model_type, flags.special_tokens)
+        content = train_shown(texts, flags.vocab_size, flags.model_type, flags.special_tokens)
         write(flags.output, content)
     except (DataError, OSError) as error:
         print(f"train_tokenizer: {error}", file=sys.stderr)

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import sys
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, TypeVar
 
 from tqdm import tqdm
 
+Item = TypeVar("Item")
+
 INTERVAL = 10.0
 """Seconds between lines where the output is no terminal."""
+SHORT = 2.0
+"""Seconds that a tool may take without a word."""
 
 
 class _Lines:
@@ -29,11 +34,16 @@ class _Lines:
         """All is out."""
 
 
-def progress_bar(total: float, description: str, *, unit: str = "", position: int = 0) -> Any:
-    """A ``tqdm`` bar on a terminal, else a line every ten seconds."""
+def progress_bar(
+    total: float, description: str, *, unit: str = "", position: int = 0, delay: float = 0.0
+) -> Any:
+    """A ``tqdm`` bar on a terminal, else a line every ten seconds.
+
+    What takes less than ``delay`` seconds says nothing.
+    """
     if sys.stderr.isatty():
         return tqdm(total=total, desc=description, unit=unit, unit_scale=unit == "B",
-                    position=position, mininterval=0.5)  # fmt: skip
+                    position=position, mininterval=0.5, delay=delay)  # fmt: skip
     return tqdm(
         total=total,
         desc=description,
@@ -44,6 +54,15 @@ def progress_bar(total: float, description: str, *, unit: str = "", position: in
         mininterval=INTERVAL,
         maxinterval=INTERVAL,
         miniters=1,
+        delay=delay,
         bar_format="{desc}: {percentage:3.0f}% of {total_fmt}{unit}, {elapsed} gone,"
         " {remaining} left{postfix}",
     )
+
+
+def shown(items: Sequence[Item], description: str, *, unit: str = "") -> Iterator[Item]:
+    """The items, with a bar if going through them takes more than :data:`SHORT` seconds."""
+    with progress_bar(len(items), description, unit=unit, delay=SHORT) as bar:
+        for item in items:
+            yield item
+            bar.update(1)

@@ -14,7 +14,8 @@ from megatron_flex.data.errors import DataError
 from megatron_flex.data.keyed import IntArray
 
 _PIECE = 1 << 22  # documents looked at a time: bounds scratch memory
-_WORTH_A_WARNING = 0.01  # share of tokens lost
+WORTH_A_WARNING = 0.01
+"""Share of tokens lost from which on a run warns of it."""
 
 
 class Overlong(str, Enum):
@@ -94,7 +95,7 @@ class Counts:
 
         ``divisible``: whether ``--overlong split`` is possible with these samples.
         """
-        if self.lost < _WORTH_A_WARNING:
+        if self.lost < WORTH_A_WARNING:
             return None
         lost = self.cut_tokens + self.dropped_tokens
         advice = ", or make several samples of a document with --overlong split"

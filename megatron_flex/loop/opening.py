@@ -14,6 +14,7 @@ import torch
 from megatron_flex.config.config import Config
 from megatron_flex.data.batches import BatchSource
 from megatron_flex.data.microbatches import CostCoefficients
+from megatron_flex.data.samples import WORTH_A_WARNING
 from megatron_flex.loop.assemble import Parts
 from megatron_flex.loop.progress import Progress
 from megatron_flex.loop.setup import planner_setup
@@ -63,20 +64,32 @@ def data_lines(config: Config, source: BatchSource, found: Sizes) -> Iterator[st
         f" {documents:,} documents; half of the samples have up to {found.median:,} tokens, the"
         f" longest has {found.longest:,}"
     )
-    truncated, cut = sum(c.truncated for c in counts), sum(c.cut_tokens for c in counts)
     limit = f"--max-sample-length {config.data.max_sample_length}"
     if "max_sample_length" not in config.given:
         limit = f"--seq-length {config.model.seq_length}"
+    truncated, cut = sum(c.truncated for c in counts), sum(c.cut_tokens for c in counts)
+    dropped, gone = sum(c.dropped for c in counts), sum(c.dropped_tokens for c in counts)
+    no_target = sum(c.no_target for c in counts)
+    tokens = max(1, sum(c.tokens for c in counts))
+    mark, advice = "   ", ""
+    if (cut + gone) / tokens >= WORTH_A_WARNING:
+        mark, advice = " warning: ", ": raise it"
+        if config.architecture != "bert" and config.data.sample_format == "text":
+            advice += ", or make several samples of a document with --overlong split"
     if truncated:
         yield (
-            f"   cut: {truncated:,} samples ({truncated / found.samples:.1%}) are longer than"
-            f" {limit} and lose their ends, {cut / (found.tokens + cut):.1%} of all tokens"
+            f"{mark}cut: {truncated:,} samples ({truncated / found.samples:.1%}) are longer than"
+            f" {limit} and lose their ends, {cut / tokens:.1%} of all tokens{advice}"
         )
-    dropped, no_target = sum(c.dropped for c in counts), sum(c.no_target for c in counts)
     if dropped:
         yield (
-            f"   left out: {dropped:,} documents ({dropped / documents:.1%}) are longer than"
-            f" {limit}"
+            f"{mark}left out: {dropped:,} documents ({dropped / documents:.1%}) are longer than"
+            f" {limit}, {gone / tokens:.1%} of all tokens{advice}"
+        )
+    elif gone:
+        yield (
+            f"{mark}left out: {gone / tokens:.1%} of all tokens, in samples whose targets all lie"
+            f" beyond {limit}{advice}"
         )
     if no_target:
         yield (

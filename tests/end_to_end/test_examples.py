@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -60,7 +61,7 @@ def run(
     *more: str,
     nodes: int = 1,
     directory: Path = ROOT,
-    **variables: str,
+    **variables: Any,
 ) -> subprocess.CompletedProcess[str]:
     """Run a script as Slurm would (which runs a copy of it elsewhere), with further words."""
     record = programs / "record.json"
@@ -92,7 +93,7 @@ def run(
 
 
 def started(
-    script: Path, programs: Path, *more: str, nodes: int = 1, **variables: str
+    script: Path, programs: Path, *more: str, nodes: int = 1, **variables: Any
 ) -> tuple[Config, dict[str, str]]:
     """The configuration and the environment of a worker that the script starts."""
     done = run(script, programs, *more, nodes=nodes, **variables)
@@ -133,7 +134,12 @@ def test_a_task_knows_its_place_and_where_to_meet(script: Path, programs: Path) 
 def test_sizes_come_from_variables_and_further_flags_from_the_command(
     script: Path, programs: Path
 ) -> None:
-    sizes = {"NUM_LAYERS": "6", "HIDDEN_SIZE": "96", "NUM_ATTENTION_HEADS": "3", "LR": "2e-4"}
+    sizes: dict[str, Any] = {
+        "NUM_LAYERS": "6",
+        "HIDDEN_SIZE": "96",
+        "NUM_ATTENTION_HEADS": "3",
+        "LR": "2e-4",
+    }
     more = ["--seed", "7", "--train-iters", "12", "--log-file", "a name with blanks"]
     config, _ = started(script, programs, *more, BACKEND="gloo", **sizes)
     m = config.model
@@ -152,7 +158,7 @@ def test_nodes_and_gpus_come_from_the_job_or_from_variables(script: Path, progra
     assert {"--nodes=1", "--ntasks=4", "--ntasks-per-node=4"} <= set(flags)
 
 
-REFUSED = {
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "short": ({"TIME_LEFT": "6:00"}, "the job ends in 360 s, and 300 s before that"),
     "shorter": ({"TIME_LEFT": "0:59"}, "the job ends in 59 s"),
     "not in Slurm": ({"SLURM_JOB_ID": ""}, "this is no Slurm job: start the script with sbatch"),

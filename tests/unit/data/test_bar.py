@@ -21,6 +21,20 @@ def test_a_line_at_a_time_where_there_is_no_terminal(
     ]
 
 
+@pytest.mark.parametrize(("seconds", "lines"), [(1, 0), (3, 0), (13, 2), (25, 3)])
+def test_what_is_short_says_nothing(
+    seconds: int, lines: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = [0.0]
+    monkeypatch.setattr("tqdm.std.time", lambda: clock[0])
+    monkeypatch.setattr(bar.tqdm, "monitor_interval", 0)
+    for _ in bar.shown(range(seconds), "parse", unit=" files"):
+        clock[0] += 1
+    text = capsys.readouterr().err
+    assert len(text.splitlines()) == lines, text
+    assert f"parse: 100% of {seconds} files" in text or not lines
+
+
 def test_between_its_beginning_and_its_end_it_waits(capsys: pytest.CaptureFixture[str]) -> None:
     with bar.progress_bar(1000, "measure") as shown:
         for _ in range(1000):

@@ -57,8 +57,15 @@ def test_what_is_cut_off_is_said_at_the_start(
     config = parse([*words, "--split", "1"], world_size=1)
     world = World.create(torch.device("cpu"), timedelta(seconds=10))
     Trainer(config, world, assemble(config)).steps.close()
-    said = "warning: train data: 68.0 % of the tokens (1088 of 1600) are left out because of"
-    assert (said in capsys.readouterr().out) == warned
+    said = (
+        " warning: cut: 8 samples (100.0%) are longer than --seq-length 64 and lose their ends,"
+        " 68.0% of all tokens: raise it, or make several samples of a document with --overlong"
+        " split\n"
+    )
+    printed = capsys.readouterr().out
+    assert (said in printed) == warned
+    assert printed.count("of all tokens") == warned, "it is said once"
+    assert "% of the tokens" not in printed
     config = parse([*words, "--split", "1", "--overlong", "split"], world_size=1)
     source = assemble(config).train
     assert source is not None

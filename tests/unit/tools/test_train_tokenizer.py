@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,10 @@ import sentencepiece
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron_flex.data import bar
+from megatron_flex.data.errors import DataError
 from megatron_flex.tokenizers.build import build_tokenizer
+from tools import train_tokenizer
 from tools.train_tokenizer import main
 
 TEXT = "def f(x):\n    return x + 1\n\n\nclass C:\n\tpass  # tab, and two blanks  \n"
@@ -98,3 +102,27 @@ def test_what_cannot_be_trained_is_one_clear_message(
     assert message in error
     assert error.count("\n") == 1
     assert not output.exists()
+
+
+@pytest.mark.parametrize("kind", ["bpe", "unigram"])
+def test_what_takes_longer_says_how_far_it_is(
+    kind: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(bar, "INTERVAL", 0.0)
+    monkeypatch.setattr(train_tokenizer, "SHORT", 0.0)
+    texts = [f"the {i} quick brown foxes jump over {i * i} lazy dogs" for i in range(200)]
+    content = train_tokenizer.train_shown(texts, 320, kind)
+    assert content == train_tokenizer.train(texts, 320, kind)
+    said = capsys.readouterr().err
+    assert said.splitlines()[-1].startswith("train: 100% of 320 pieces")
+    assert "trainer" not in said, "SentencePiece's own log stays away"
+    log = tmp_path / "log"
+    for line, pieces in (("", 0), ("Merged: freq=3 merges=7", 7), ("EM size=640 obj=1", 160)):
+        log.write_text(f"I0000 {line}\n")
+        assert train_tokenizer._pieces(str(log), 320) == pieces
+
+
+def test_a_training_that_is_killed_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(train_tokenizer, "train", lambda *_, **__: os.kill(os.getpid(), 9))
+    with pytest.raises(DataError, match="training ended with status -9; is there too little mem"):
+        train_tokenizer.train_shown(["a text"], 320, "bpe")
