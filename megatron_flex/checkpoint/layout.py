@@ -173,7 +173,7 @@ def publish(temporary: Path, iteration: int) -> Path:
     tracker = directory / f".{TRACKER}.{secrets.token_hex(4)}"
     try:
         write_synced(tracker, f"{iteration}".encode())
-        _replace_directory(temporary, final)
+        replace_directory(temporary, final)
         sync_directory(directory)
         os.replace(tracker, directory / TRACKER)
         sync_directory(directory)
@@ -191,7 +191,8 @@ def discard(path: Path) -> None:
     shutil.rmtree(trash, ignore_errors=True)
 
 
-def _replace_directory(new: Path, final: Path) -> None:
+def replace_directory(new: Path, final: Path) -> None:
+    """Give a directory its name, in one step where the system can; an earlier one is deleted."""
     try:
         os.rename(new, final)
         return

@@ -12,10 +12,12 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
 from megatron_flex.checkpoint.errors import CheckpointError, quiet, unwrap
 from megatron_flex.checkpoint.layout import locate
+from megatron_flex.checkpoint.lazy import LazyTensors
 from megatron_flex.checkpoint.manifest import (
     COMMON,
     MODEL,
@@ -94,6 +96,44 @@ def verify(directory: Path | str, iteration: int | None = None) -> Manifest:
     return manifest
 
 
+class StoredTensors(LazyTensors):
+    """The tensors of a checkpoint whose files are known to be whole; each is read on access.
+
+    Args:
+        path: directory of the checkpoint.
+        manifest: what it holds.
+        without: tensors whose names begin so are left out.
+    """
+
+    def __init__(self, path: Path, manifest: Manifest, *, without: str) -> None:
+        self._path = path
+        self._manifest = manifest
+        self._reader = _Reader(path)
+        self.forms = {
+            name: torch.empty(entry.shape, dtype=dtype_of(entry), device="meta")
+            for name, entry in manifest.tensors.items()
+            if not name.startswith(without)
+        }
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        tensor = torch.empty_like(self.forms[name], device="cpu")
+        _read(self._path, self._manifest, {name: tensor}, self._reader)
+        return tensor
+
+
+class _Reader(FileSystemReader):
+    """Reads the metadata once."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self._metadata: Metadata | None = None
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        if self._metadata is None:
+            self._metadata = super().read_metadata(*args, **kwargs)
+        return self._metadata
+
+
 def check_model(
     saved: Mapping[str, Any], wanted: Mapping[str, Any], ignore: frozenset[str] = NOT_STRUCTURAL
 ) -> None:
@@ -147,7 +187,12 @@ def _repadded(entry: TensorEntry, tensor: torch.Tensor) -> bool:
     return entry.shape[1:] == tuple(tensor.shape[1:]) and tensor.shape[0] >= entry.rows
 
 
-def _read(path: Path, manifest: Manifest, tensors: Mapping[str, torch.Tensor]) -> None:
+def _read(
+    path: Path,
+    manifest: Manifest,
+    tensors: Mapping[str, torch.Tensor],
+    reader: FileSystemReader | None = None,
+) -> None:
     """Read this rank's tensors, and compare those on the host with their checksums."""
     if not tensors:
         return
@@ -160,7 +205,7 @@ def _read(path: Path, manifest: Manifest, tensors: Mapping[str, torch.Tensor]) -
         with quiet(True):
             dcp_load(
                 {**tensors, **apart},
-                storage_reader=FileSystemReader(path),
+                storage_reader=reader or FileSystemReader(path),
                 planner=DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
                 no_dist=True,
             )

@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from megatron_flex.checkpoint import layout
 from megatron_flex.checkpoint.errors import CheckpointError, describe, quiet, unwrap
+from megatron_flex.checkpoint.lazy import LazyTensors, forms_of
 from megatron_flex.checkpoint.manifest import (
     COMMON,
     MANIFEST,
@@ -154,12 +155,13 @@ def _write(
 ) -> tuple[dict[str, FileEntry], dict[str, TensorEntry]]:
     """Write all ranks' tensors; the first rank receives all entries, the others their own."""
     ranks.gather(f"opening the {what}", lambda: _require_shared(temporary))
-    planner = DigestPlanner(model)
-    writer = DigestWriter(temporary, ranks, f"writing the {what}")
+    planner = DigestPlanner(model, tensors)
+    lazy = isinstance(tensors, LazyTensors)
+    writer = DigestWriter(temporary, ranks, f"writing the {what}", in_order=lazy)
     try:
         with quiet(ranks.group is None):
             dcp_save(
-                dict(tensors),
+                dict(forms_of(tensors)),
                 storage_writer=writer,
                 planner=planner,
                 process_group=ranks.group,

@@ -13,6 +13,7 @@ import torch
 import xxhash
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
+from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
@@ -26,13 +27,19 @@ from megatron_flex.checkpoint.vocabulary import token_rows
 class DigestPlanner(DefaultSavePlanner):
     """The default planner; ``tensors`` has an entry for each tensor that this rank wrote.
 
-    ``model`` is the model's configuration, for the rows that only pad the vocabulary.
+    ``model`` is the model's configuration, for the rows that only pad the vocabulary. ``tensors``
+    are asked for when they are written, which may be the moment when they are made.
     """
 
-    def __init__(self, model: Mapping[str, Any]) -> None:
+    def __init__(self, model: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
         self.tensors: dict[str, TensorEntry] = {}
         self._model = model
+        self._source = tensors
+
+    def lookup_object(self, index: MetadataIndex) -> torch.Tensor:
+        """The tensor itself, where the plan was made with its form."""
+        return self._source[index.fqn]
 
     def transform_object(self, write_item: WriteItem, object: Any) -> torch.Tensor:
         """Bring the tensor to the host once, for its digest and for the file."""
@@ -50,8 +57,15 @@ class DigestWriter(FileSystemWriter):
     One thread, as an exception in a further thread of the base class would be lost.
     """
 
-    def __init__(self, path: Path, ranks: Ranks, step: str) -> None:
-        super().__init__(path, single_file_per_rank=True, sync_files=True, thread_count=1)
+    def __init__(self, path: Path, ranks: Ranks, step: str, in_order: bool) -> None:
+        super().__init__(
+            path,
+            single_file_per_rank=True,
+            sync_files=True,
+            thread_count=1,
+            # Without it tensors are written in their order: those that are made meanwhile need it.
+            per_thread_copy_ahead=0 if in_order else 10_000_000,
+        )
         self._hashing = _HashingFileSystem()
         self.fs = self._hashing
         self._ranks = ranks

@@ -10,6 +10,11 @@ from megatron_flex.model.layers import LayerList
 
 PositionEmbedding = Literal["learned_absolute", "rope", "none"]
 
+LOW_FREQUENCY_FACTOR = 1.0
+HIGH_FREQUENCY_FACTOR = 4.0
+ORIGINAL_POSITIONS = 8192
+"""Llama 3.1's numbers for scaled rotary frequencies, which are fixed in megatron-core too."""
+
 
 @dataclass(frozen=True)
 class ModelConfig:

@@ -6,12 +6,12 @@ import math
 
 import torch
 
-from megatron_flex.model.config import ModelConfig
-
-# Llama 3.1's numbers, which are fixed in megatron-core too; only the factor is an option.
-LOW_FREQUENCY_FACTOR = 1.0
-HIGH_FREQUENCY_FACTOR = 4.0
-ORIGINAL_POSITIONS = 8192
+from megatron_flex.model.config import (
+    HIGH_FREQUENCY_FACTOR,
+    LOW_FREQUENCY_FACTOR,
+    ORIGINAL_POSITIONS,
+    ModelConfig,
+)
 
 
 def frequencies(config: ModelConfig, device: torch.device) -> torch.Tensor:

@@ -1,22 +1,25 @@
 #!/usr/bin/env python3
-"""Convert weights between this program's checkpoints and Megatron-LM's.
+"""Convert weights between this program's checkpoints, Megatron-LM's and Hugging Face's.
 
     python tools/checkpoint/convert.py --model-type GPT --loader flex --saver core \
         --load-dir runs/demo/checkpoints --save-dir runs/megatron \
         --target-tensor-parallel-size 2 --target-pipeline-parallel-size 2
     python tools/checkpoint/convert.py --model-type GPT --loader core --saver flex \
         --load-dir runs/megatron --save-dir runs/back --true-vocab-size 50257
+    python tools/checkpoint/convert.py --model-type GPT --loader hf --saver flex \
+        --load-dir Llama-3.2-1B --save-dir runs/llama
 
 Loaders and savers are modules loader_NAME and saver_NAME beside this file or on PYTHONPATH:
 
     flex        this program's checkpoints
     core        Megatron-LM's mp_rank_XX/model_optim_rng.pt (as a loader: torch_dist too)
     torch_dist  Megatron-LM's distributed checkpoints
+    hf          Hugging Face's directories: Llama, Mistral, Qwen2, Qwen3, GPT-2, BERT
 
-They speak Megatron-LM's protocol, so a loader or saver of Megatron-LM (from Hugging Face, for
-instance) works with these. A loader has add_arguments(parser) and load_checkpoint(queue, args), a
-saver add_arguments(parser) and save_checkpoint(queue, args). Only weights are converted: train on
-with --finetune.
+They speak Megatron-LM's protocol, so a loader or saver of Megatron-LM works with these. A loader
+has add_arguments(parser) and load_checkpoint(queue, args), a saver add_arguments(parser) and
+save_checkpoint(queue, args). Only weights are converted: train on with --finetune. From and to hf
+and flex they pass layer by layer, so that a model need not fit in memory.
 """
 
 from __future__ import annotations
@@ -71,12 +74,12 @@ def base_parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("--model-type", required=True, choices=["GPT", "BERT"])
-    add("--loader", required=True, metavar="NAME", help="flex, core, torch_dist, or a module")
-    add("--saver", required=True, metavar="NAME", help="flex, core, torch_dist, or a module")
+    add("--loader", required=True, metavar="NAME", help="flex, core, torch_dist, hf, or a module")
+    add("--saver", required=True, metavar="NAME", help="flex, core, torch_dist, hf, or a module")
     add("--load-dir", required=True, metavar="DIR", help="directory of the checkpoint to convert")
     add("--save-dir", required=True, metavar="DIR", help="directory to write into")
-    add("--max-queue-size", type=int, default=50, metavar="N",
-        help="messages (a layer each) that may wait for the saver; default 50")  # fmt: skip
+    add("--max-queue-size", type=int, default=1, metavar="N",
+        help="messages (a layer each) that may wait for the saver; default 1")  # fmt: skip
     add("--no-checking", action="store_false", dest="checking",
         help="ignore values that have no place in the model")  # fmt: skip
     return parser

@@ -6,7 +6,7 @@ from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
 from megatron_flex.checkpoint.conversion.flex import write_flex
-from megatron_flex.checkpoint.conversion.messages import Queue, receive
+from megatron_flex.checkpoint.conversion.messages import Queue, receive_lazily
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -15,5 +15,5 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def save_checkpoint(queue: Queue, args: Namespace) -> None:
     """Write what comes through ``queue``."""
-    path = write_flex(Path(args.save_dir), receive(queue, checking=args.checking))
+    path = write_flex(Path(args.save_dir), receive_lazily(queue, checking=args.checking))
     print(f"wrote {path}")

@@ -7,21 +7,20 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from megatron_flex.checkpoint.conversion.arguments import KEPT, megatron_arguments
+from megatron_flex.checkpoint.conversion.hugging_face.companions import PATHS, beside, install
 from megatron_flex.checkpoint.conversion.weights import Weights
 from megatron_flex.checkpoint.errors import CheckpointError
 from megatron_flex.checkpoint.layout import locate
-from megatron_flex.checkpoint.load import load, read_common
-from megatron_flex.checkpoint.manifest import MODEL, Manifest, dtype_of
+from megatron_flex.checkpoint.load import StoredTensors, read_common, verify
+from megatron_flex.checkpoint.manifest import MODEL
 from megatron_flex.checkpoint.options import OPTIMIZER
 from megatron_flex.checkpoint.save import save
 from megatron_flex.model.config import ModelConfig
 
 
 def read_flex(directory: Path, *, iteration: int | None = None) -> Weights:
-    """Read the weights, and compare them with their checksums."""
+    """The weights, which are read when they are asked for; all files match their checksums."""
     common = read_common(directory, iteration)
     known = {field.name for field in fields(ModelConfig)}
     model = common.get(MODEL, {})
@@ -30,26 +29,29 @@ def read_flex(directory: Path, *, iteration: int | None = None) -> Weights:
             f"the model of {directory} cannot be understood:"
             f" {sorted(model.keys() - known) or 'it is not described'}"
         )
-    manifest = Manifest.read(locate(directory, iteration))
-    tensors = {
-        name: torch.empty(entry.shape, dtype=dtype_of(entry))
-        for name, entry in manifest.tensors.items()
-        if not name.startswith(OPTIMIZER)
-    }
-    load(directory, tensors, iteration=iteration, group=None)
+    manifest = verify(directory, iteration)
+    tensors = StoredTensors(locate(directory, iteration), manifest, without=OPTIMIZER)
     progress = common.get("progress", {})
+    arguments = Namespace(**{n: v for n, v in common.get("arguments", {}).items() if n in KEPT})
     return Weights(
         ModelConfig(**model),
         tensors,
         manifest.iteration,
         int(progress.get("consumed_samples", 0)),
-        Namespace(**{n: v for n, v in common.get("arguments", {}).items() if n in KEPT}),
+        arguments,
+        companions=beside(directory, arguments),
     )
 
 
 def write_flex(directory: Path, weights: Weights) -> Path:
     """Write a checkpoint that a run takes its weights from (``--finetune``)."""
     arguments = vars(megatron_arguments(weights, ckpt_format="torch_dcp"))
+    if weights.companions is not None:
+        folder = install(weights.companions, directory).absolute()
+        for name in PATHS:
+            path = Path(arguments.get(name) or "")
+            if path.parent == weights.companions:
+                arguments[name] = str(folder / path.name)
     common: dict[str, Any] = {
         MODEL: asdict(weights.config),
         "arguments": {n: v for n, v in arguments.items() if type(v) in (bool, int, float, str)},

@@ -14,15 +14,19 @@ import re
 from argparse import Namespace
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Protocol
 
 import torch
+from tqdm import tqdm
 
 from megatron_flex.checkpoint.conversion.arguments import config_of, megatron_arguments
-from megatron_flex.checkpoint.conversion.shapes import check_weights
+from megatron_flex.checkpoint.conversion.shapes import check_weight, check_weights, weight_shapes
 from megatron_flex.checkpoint.conversion.weights import DTYPES, WORD_EMBEDDING, Weights
 from megatron_flex.checkpoint.errors import CheckpointError
+from megatron_flex.checkpoint.lazy import LazyTensors
+from megatron_flex.model.config import ModelConfig
 
 _EMBEDDINGS = {
     "word embeddings": WORD_EMBEDDING,
@@ -83,48 +87,100 @@ def send(queue: Queue, weights: Weights) -> None:
 
 
 def receive(queue: Queue, *, checking: bool = True) -> Weights:
-    """Receive a model. ``checking``: values that have no place are an error, not ignored."""
+    """Receive a whole model. ``checking``: values that have no place are an error, not ignored."""
+    weights = receive_lazily(queue, checking=checking)
+    return replace(weights, tensors=dict(weights.tensors.items()))
+
+
+def receive_lazily(queue: Queue, *, checking: bool = True) -> Weights:
+    """Receive a model whose tensors arrive while they are asked for, each once and in order."""
     metadata = _next(queue)
     config, arguments = _understand(metadata)
-    stack = "encoder" if config.architecture == "bert" else "decoder"
-    tensors: dict[str, torch.Tensor] = {}
-    while (message := _next(queue)) != "done":
-        name = message["name"]
-        if match := _LAYER_MESSAGE.fullmatch(name):
-            prefix = f"{stack}.layers.{match[1]}."
-            names = {key: prefix + local for key, local in _LAYER.items()}
-            for key in _GATED:
-                if f"{key} W" in message:
-                    halves = [message.pop(f"{key} {half}") for half in "WV"]
-                    message[key] = torch.cat(halves)
-        elif name == "embeddings":
-            names = _EMBEDDINGS
-        elif name in ("final norm", "final layer norm"):
-            names = {part: f"{stack}.final_layernorm.{part}" for part in ("weight", "bias")}
-        else:
-            names = _TAIL.get(name, {})
-        for key, tensor in message.items():
-            if key in names and tensor is not None:
-                tensors[names[key]] = tensor
-            elif key != "name" and tensor is not None and checking:
-                raise CheckpointError(
-                    f"the loader sent {key!r} in {name!r}, which has no place in the model"
-                    " (--no-checking ignores it)"
-                )
-    if WORD_EMBEDDING not in tensors:
+    first = _next(queue)
+    words = first.get("word embeddings") if isinstance(first, Mapping) else None
+    if words is None:
         raise CheckpointError("the loader sent no word embeddings")
-    config = replace(config, padded_vocab_size=tensors[WORD_EMBEDDING].shape[0])
-    weights = Weights(
+    config = replace(config, padded_vocab_size=words.shape[0])
+    companions = getattr(metadata, "companions", None)
+    return Weights(
         config,
-        tensors,
+        _Arriving(queue, config, first, checking),
         iteration=int(_iteration(metadata)),
         consumed_samples=int(getattr(metadata, "consumed_train_samples", 0) or 0),
         arguments=arguments,
         tensor_parallel_size=getattr(metadata, "previous_tensor_parallel_size", None) or 1,
         pipeline_parallel_size=getattr(metadata, "previous_pipeline_parallel_size", None) or 1,
+        companions=None if companions is None else Path(companions),
     )
-    check_weights(weights)
-    return weights.cast()
+
+
+class _Arriving(LazyTensors):
+    """The tensors of the messages, in the model's precision.
+
+    What is asked for is waited for; what arrives before that is held. With the last tensor the
+    loader must be done.
+    """
+
+    def __init__(
+        self, queue: Queue, config: ModelConfig, first: dict[str, Any], checking: bool
+    ) -> None:
+        self._queue = queue
+        self._stack = "encoder" if config.architecture == "bert" else "decoder"
+        self._checking = checking
+        self._dtype = DTYPES[config.params_dtype]
+        self._expected = weight_shapes(config)
+        self._held: dict[str, torch.Tensor] = {}
+        self.forms = {
+            name: torch.empty(shape, dtype=self._dtype, device="meta")
+            for name, shape in self._expected.items()
+        }
+        self._missing = set(self.forms)
+        self._progress = tqdm(
+            total=config.num_layers, unit="layer", delay=2, disable=None, leave=False
+        )
+        self._take(first)
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        if name not in self.forms:
+            raise KeyError(name)
+        while name not in self._held:
+            message = _next(self._queue)
+            if message == "done":
+                raise CheckpointError(f"the weights lack {name}, which the model's shape asks for")
+            self._take(message)
+        tensor = self._held.pop(name).to(self._dtype)
+        self._missing.discard(name)
+        if not self._missing:
+            while (message := _next(self._queue)) != "done":
+                self._take(message)
+            self._progress.close()
+        return tensor
+
+    def _take(self, message: dict[str, Any]) -> None:
+        name = message["name"]
+        if match := _LAYER_MESSAGE.fullmatch(name):
+            prefix = f"{self._stack}.layers.{match[1]}."
+            names = {key: prefix + local for key, local in _LAYER.items()}
+            for key in _GATED:
+                if f"{key} W" in message:
+                    halves = [message.pop(f"{key} {half}") for half in "WV"]
+                    message[key] = torch.cat(halves)
+            self._progress.update()
+        elif name == "embeddings":
+            names = _EMBEDDINGS
+        elif name in ("final norm", "final layer norm"):
+            names = {part: f"{self._stack}.final_layernorm.{part}" for part in ("weight", "bias")}
+        else:
+            names = _TAIL.get(name, {})
+        for key, tensor in message.items():
+            if key in names and tensor is not None:
+                check_weight(names[key], tensor, self._expected)
+                self._held[names[key]] = tensor
+            elif key != "name" and tensor is not None and self._checking:
+                raise CheckpointError(
+                    f"the loader sent {key!r} in {name!r}, which has no place in the model"
+                    " (--no-checking ignores it)"
+                )
 
 
 def _next(queue: Queue) -> Any:
@@ -166,6 +222,7 @@ def _describe(weights: Weights) -> SimpleNamespace:
         consumed_train_samples=weights.consumed_samples,
         consumed_valid_samples=0,
         checkpoint_args=arguments,
+        companions=None if weights.companions is None else str(weights.companions),
     )
 
 

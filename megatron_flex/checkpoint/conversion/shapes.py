@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+
+import torch
 
 from megatron_flex.checkpoint.conversion.weights import OUTPUT_LAYER, WORD_EMBEDDING, Weights
 from megatron_flex.checkpoint.errors import CheckpointError
+from megatron_flex.checkpoint.lazy import forms_of
 from megatron_flex.model.config import ModelConfig
 
 Shape = tuple[int, ...]
@@ -18,17 +21,22 @@ def weight_shapes(config: ModelConfig) -> dict[str, Shape]:
 
 def check_weights(weights: Weights) -> None:
     """Raise :class:`CheckpointError` unless the weights are exactly those of their model."""
-    expected = weight_shapes(weights.config)
-    for name in sorted({*expected, *weights.tensors}):
-        if name not in weights.tensors:
+    expected, forms = weight_shapes(weights.config), forms_of(weights.tensors)
+    for name in sorted({*expected, *forms}):
+        if name not in forms:
             raise CheckpointError(f"the weights lack {name}, which the model's shape asks for")
-        shape = tuple(weights.tensors[name].shape)
-        if name not in expected:
-            raise CheckpointError(f"{name} {list(shape)} has no place in a model of this shape")
-        if shape != expected[name]:
-            raise CheckpointError(
-                f"{name} is {list(shape)}; a model of this shape has {list(expected[name])}"
-            )
+        check_weight(name, forms[name], expected)
+
+
+def check_weight(name: str, tensor: torch.Tensor, expected: Mapping[str, Shape]) -> None:
+    """Raise :class:`CheckpointError` unless ``tensor`` has the shape that is expected."""
+    shape = tuple(tensor.shape)
+    if name not in expected:
+        raise CheckpointError(f"{name} {list(shape)} has no place in a model of this shape")
+    if shape != expected[name]:
+        raise CheckpointError(
+            f"{name} is {list(shape)}; a model of this shape has {list(expected[name])}"
+        )
 
 
 def _shapes(c: ModelConfig) -> Iterator[tuple[str, Shape]]:

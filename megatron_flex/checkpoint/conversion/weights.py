@@ -5,6 +5,7 @@ from __future__ import annotations
 from argparse import Namespace
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import torch
 
@@ -25,7 +26,8 @@ class Weights:
     ``tensors`` are on the host and may be read from disk only when used. A tied model has no
     ``output_layer.weight``. ``iteration`` and ``consumed_samples`` say how far it was trained.
     ``arguments`` are the Megatron-LM arguments that came with it, if any. The parallel sizes are
-    those of the source, for savers that default to them.
+    those of the source, for savers that default to them. ``companions`` is a directory with
+    Hugging Face's configuration and tokenizer files of this model.
     """
 
     config: ModelConfig
@@ -35,6 +37,7 @@ class Weights:
     arguments: Namespace = field(default_factory=Namespace)
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
+    companions: Path | None = None
 
     @property
     def stack(self) -> str:

@@ -1,0 +1,139 @@
+"""What lies beside the weights of a Hugging Face directory: configuration and tokenizer.
+
+They travel with the weights: a converted checkpoint has them in ``hugging_face/``, and its
+arguments name the tokenizer there.
+"""
+
+from __future__ import annotations
+
+import secrets
+import shutil
+from argparse import Namespace
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from megatron_flex.checkpoint import layout
+from megatron_flex.checkpoint.conversion.hugging_face.files import read_json
+from megatron_flex.tokenizers.base import Tokenizer, TokenizerError
+from megatron_flex.tokenizers.build import build_tokenizer
+
+CONFIG = "config.json"
+FOLDER = "hugging_face"
+
+_CARRIED = (".json", ".txt", ".model", ".jinja", ".tiktoken")
+PATHS = ("tokenizer_model", "vocab_file", "merge_file")
+"""Arguments that name a file."""
+
+# Arguments of each kind of tokenizer, and the name of the file there.
+_FILES: Mapping[str, Mapping[str, str]] = {
+    "HuggingFaceTokenizer": {"tokenizer_model": "tokenizer.json"},
+    "SentencePieceTokenizer": {"tokenizer_model": "tokenizer.model"},
+    "GPTSentencePieceTokenizer": {"tokenizer_model": "tokenizer.model"},
+    "GPT2BPETokenizer": {"vocab_file": "vocab.json", "merge_file": "merges.txt"},
+    "BertWordPieceLowerCase": {"vocab_file": "vocab.txt"},
+    "BertWordPieceCase": {"vocab_file": "vocab.txt"},
+}
+
+
+def companions_in(directory: Path) -> list[Path]:
+    """The files of a Hugging Face directory that are no weights."""
+    return [
+        path
+        for path in sorted(directory.iterdir())
+        if path.is_file()
+        and path.suffix in _CARRIED
+        and not path.name.startswith(".")
+        and not path.name.endswith(".index.json")
+    ]
+
+
+def install(source: Path, directory: Path) -> Path:
+    """Copy the companions to ``directory/hugging_face``, all or none; returns that folder."""
+    directory.mkdir(parents=True, exist_ok=True)
+    folder = directory / FOLDER
+    if folder.resolve() == source.resolve():
+        return folder
+    temporary = directory / f".tmp-{FOLDER}-{secrets.token_hex(4)}"
+    temporary.mkdir()
+    try:
+        copy(companions_in(source), temporary)
+        layout.replace_directory(temporary, folder)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    return folder
+
+
+def copy(files: list[Path], directory: Path) -> None:
+    """Copy files into a directory, and wait until the disk has them."""
+    for path in files:
+        layout.write_synced(directory / path.name, path.read_bytes())
+    layout.sync_directory(directory)
+
+
+def beside(directory: Path, arguments: Namespace) -> Path | None:
+    """The companions of a checkpoint: converted into its directory, or where its tokenizer is."""
+    folders = [directory / FOLDER]
+    folders += [Path(p).parent for name in PATHS if (p := getattr(arguments, name, None))]
+    return next((folder for folder in folders if (folder / CONFIG).is_file()), None)
+
+
+def tokenizer_arguments(directory: Path, rows: int) -> tuple[dict[str, Any], str]:
+    """Megatron's arguments for the tokenizer in a directory, for a model with so many ``rows``.
+
+    Also returns a sentence about a tokenizer that cannot be used, or an empty one.
+    """
+    kinds = [
+        kind
+        for kind, files in _FILES.items()
+        if all((directory / file).is_file() for file in files.values())
+    ]
+    if not kinds:
+        return {}, "there are no tokenizer files: the checkpoint has the NullTokenizer"
+    kind, described = kinds[0], directory / "tokenizer_config.json"
+    if kind == "BertWordPieceLowerCase" and described.is_file():
+        kind = kind if read_json(described).get("do_lower_case", True) else "BertWordPieceCase"
+    files = _FILES[kind]
+    paths = {argument: str((directory / file).absolute()) for argument, file in files.items()}
+    try:
+        size = _built({"tokenizer_type": kind, **paths}).vocab_size
+    except TokenizerError as error:
+        return {}, f"the tokenizer cannot be used here ({error}): there is the NullTokenizer"
+    if size > rows:
+        return {}, (
+            f"{kind} has {size} ids here and the model {rows} rows: the checkpoint has the"
+            " NullTokenizer"
+        )
+    return {"tokenizer_type": kind, **paths, "vocab_extra_ids": rows - size}, ""
+
+
+def tokenizer_files(arguments: Namespace) -> dict[str, Path]:
+    """Files of the tokenizer that a checkpoint was trained with, by their names in a directory."""
+    found: dict[str, Path] = {}
+    for argument, file in _FILES.get(getattr(arguments, "tokenizer_type", ""), {}).items():
+        path = Path(getattr(arguments, argument, None) or "")
+        if path.is_dir():
+            path = path / file
+        if not path.is_file():
+            return {}
+        found[file] = path
+        for name in ("tokenizer_config.json", "special_tokens_map.json"):
+            if (path.parent / name).is_file():
+                found[name] = path.parent / name
+    return found
+
+
+def end_token(arguments: Namespace) -> int | None:
+    """The id that ends a document, if the checkpoint's tokenizer is there and says it."""
+    try:
+        return _built(vars(arguments)).eod
+    except TokenizerError:
+        return None
+
+
+def _built(arguments: Mapping[str, Any]) -> Tokenizer:
+    return build_tokenizer(
+        arguments.get("tokenizer_type") or "",
+        **{name: arguments.get(name) for name in PATHS},
+        vocab_size=None,
+    )
