@@ -9,7 +9,8 @@
     python tools/draw_schedule.py --trace trace.json --iteration 12 --output actual.svg
 
 Every operation takes one second for each unit of its stage: forward, input half and weight half of
-the backward alike. With --tokens, micro-batches take time in proportion to their tokens. ZB-V puts
+the backward alike. With --tokens, micro-batches take time in proportion to their tokens; 900/3 is a
+sample of 900 tokens in three slices, which follow one another and go back in reverse. ZB-V puts
 two stages of half the size on each device. 'best' is the shortest that the search finds on the
 layout of ZB-V.
 """
@@ -21,6 +22,7 @@ import importlib.util
 import json
 import sys
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -78,6 +80,7 @@ def make(args: argparse.Namespace, name: str) -> Placement:
     """The schedule that the arguments describe, under one policy."""
     program = load(args.program) if args.program else None
     unit = 1.0
+    chains: list[tuple[int, ...]] = []
     if program is not None:
         plan = program.plan
     elif args.plan:
@@ -88,7 +91,7 @@ def make(args: argparse.Namespace, name: str) -> Placement:
     if program is not None:
         tokens = list(program.tokens)
     elif args.tokens:
-        tokens = [int(word) for word in args.tokens.split(",")]
+        tokens, chains = read_tokens(args.tokens)
     else:
         tokens = [1] * args.micro_batches
     if not tokens or min(tokens) < 1:
@@ -102,10 +105,28 @@ def make(args: argparse.Namespace, name: str) -> Placement:
     if program is not None:
         return replay_program(program, costs)
     if name == BEST:
-        choice = search(plan, costs)
+        choice = search(plan, costs, chains=chains)
         assert choice is not None  # without a limit there is always one
         return choice.placement
-    return simulate(plan, costs, policy(name))
+    return simulate(plan, costs, policy(name), chains=chains)
+
+
+def read_tokens(text: str) -> tuple[list[int], list[tuple[int, ...]]]:
+    """Tokens of each micro-batch, and the chains among them."""
+    tokens: list[int] = []
+    chains: list[tuple[int, ...]] = []
+    for word in text.split(","):
+        size, _, parts = word.partition("/")
+        whole, number = int(size), int(parts or 1)
+        if not 1 <= number <= whole:
+            raise ValueError(
+                f"'{word}': a sample has at least one slice, and each at least a token"
+            )
+        if number > 1:
+            chains.append(tuple(range(len(tokens), len(tokens) + number)))
+        edges = [whole * i // number for i in range(number + 1)]
+        tokens += [b - a for a, b in pairwise(edges)]
+    return tokens, chains
 
 
 def planned_and_actual(path: Path, iteration: int | None) -> dict[str, Placement]:

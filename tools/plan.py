@@ -13,8 +13,9 @@ it, and say what they would take on the plan of the flags.
 ``--batch-file`` has one global batch a line: the lengths of its samples in tokens, separated by
 spaces (blank lines and lines that begin with # are skipped). Its batches are planned one after the
 other, each decision from the plan before it. ``--mock-batches N`` draws N batches from the
-published FLANv2 length statistics instead. Each batch may be cut into micro-batches in several ways
-(``--micro-batch-tokens``), of which the best is taken; the trainer has one.
+published FLANv2 length statistics instead. Each batch may be cut into micro-batches in several
+ways, of which the best is taken: as in training, long samples of a GPT are cut to slices, and the
+sizes follow from the batch unless ``--micro-batch-tokens`` names some.
 """
 
 from __future__ import annotations
@@ -36,9 +37,9 @@ if str(ROOT) not in sys.path:
 from megatron_flex.cluster.cluster import ClusterError, load
 from megatron_flex.cluster.profile import Profile, ProfileError
 from megatron_flex.data.bar import SHORT, progress_bar, shown
+from megatron_flex.data.cut import Cut
 from megatron_flex.data.errors import DataError
-from megatron_flex.data.global_batch import GlobalBatch
-from megatron_flex.data.microbatches import CostCoefficients, cut_by_tokens
+from megatron_flex.data.microbatches import CostCoefficients
 from megatron_flex.data.mock import mixture_lengths
 from megatron_flex.loop.questions import ABOUT, Run, read_run
 from megatron_flex.loop.setup import planner_setup
@@ -60,6 +61,9 @@ from megatron_flex.planner.switching import Running
 from megatron_flex.planner.ways import ways
 from megatron_flex.schedule.list_scheduler import POLICIES
 from megatron_flex.tokenizers.base import TokenizerError
+
+BUDGETS = (1024, 2048, 4096)
+"""Tokens of a micro-batch of whole samples to choose among."""
 
 
 def parser(beside_a_run: bool = False) -> argparse.ArgumentParser:
@@ -87,8 +91,13 @@ def parser(beside_a_run: bool = False) -> argparse.ArgumentParser:
     p.add_argument("--global-batch-size", type=int, default=32, help="samples of a drawn batch")
     p.add_argument("--seed", type=int, default=1234, help="of drawn batches")
     p.add_argument(
-        "--micro-batch-tokens", type=int, nargs="+", default=[1024, 2048, 4096],
-        help="token budgets of a micro-batch; the planner chooses among them",
+        "--micro-batch-tokens", type=int, nargs="+",
+        help="sizes of a micro-batch to choose among; default: what suits the batch, and for whole"
+        f" samples {', '.join(map(str, BUDGETS))}",
+    )  # fmt: skip
+    p.add_argument(
+        "--slice-tokens", default="auto", metavar="{auto,0,N}",
+        help="as --flexpipe-slice-tokens: long samples in slices of equal cost, whole, or of N",
     )  # fmt: skip
     p.add_argument("--current", help="the plan that runs before the first batch, in text form")
     p.add_argument(
@@ -138,13 +147,26 @@ def read_batches(args: argparse.Namespace) -> list[list[int]]:
     return batches
 
 
-def cut(lengths: Sequence[int], budgets: Sequence[int], config: ModelConfig) -> list[Batch]:
-    """The ways of cutting one batch, each once."""
+def cuts(args: argparse.Namespace, config: ModelConfig) -> list[Cut]:
+    """The ways of cutting batches."""
     work = total_work(model_work(config))
-    coefficients = CostCoefficients(work.linear, work.quadratic)
-    batch = GlobalBatch(0, np.asarray(lengths, dtype=np.int64), (sum(lengths),))
-    ways = {cut_by_tokens(batch, budget, coefficients): None for budget in budgets}
-    return [Batch.of(way) for way in ways]
+    cost = CostCoefficients(1.0, work.quadratic / work.linear)
+    given, sliced = args.slice_tokens, config.architecture == "gpt"
+    if given == "auto":
+        sizes = args.micro_batch_tokens or (None,)
+        return [Cut(size, by_cost=True, sliced=sliced, cost=cost) for size in sizes]
+    if not given.isdecimal() or (given != "0" and not sliced):
+        raise ValueError(
+            f"--slice-tokens {given}: expected auto, 0 for never, or (of a GPT) a number of tokens"
+        )
+    sizes = args.micro_batch_tokens or BUDGETS
+    return [Cut(size, slice_tokens=int(given), cost=cost) for size in sizes]
+
+
+def cut_batch(lengths: Sequence[int], among: Sequence[Cut], devices: int) -> list[Batch]:
+    """The ways of cutting one batch, each once."""
+    found = (batch for cut in among for batch in ways(cut, lengths, devices))
+    return list({batch.key: batch for batch in found}.values())
 
 
 def options(args: argparse.Namespace) -> PlannerOptions:
@@ -167,7 +189,7 @@ def options(args: argparse.Namespace) -> PlannerOptions:
 
 def decisions(
     planner: Planner,
-    ways: Sequence[Sequence[Batch]],
+    batches: Sequence[Sequence[Batch]],
     current: Plan | None,
     static: Plan | None = None,
 ) -> list[tuple[Decision, float]]:
@@ -177,14 +199,14 @@ def decisions(
     """
     chosen = planner.options
     if static is None and (chosen.planner == "static" or chosen.lookahead > 1):
-        static = planner.best_static(ways)
+        static = planner.best_static(batches)
     hbsa = Hbsa(planner)
     lookahead = None if static is None else Lookahead(planner, static, hbsa)
     running: Running | None = None
     if current is not None:
-        running = planner.running(current, ways[0][0])
+        running = planner.running(current, batches[0][0])
     found = []
-    for number, batch in enumerate(shown(ways, "plan", unit=" batches")):
+    for number, batch in enumerate(shown(batches, "plan", unit=" batches")):
         start = time.perf_counter()
         if chosen.planner == "hbsa":
             decision = hbsa.decide(batch[0], running)
@@ -194,7 +216,7 @@ def decisions(
             candidate = finder.best_of(static, running, "static")
             decision = planner.choose(finder, [candidate], running)
         elif lookahead is not None:
-            decision = lookahead.decide(ways[number : number + chosen.lookahead], running)
+            decision = lookahead.decide(batches[number : number + chosen.lookahead], running)
         else:
             decision = planner.decide(batch, running)
         found.append((decision, time.perf_counter() - start))
@@ -204,7 +226,7 @@ def decisions(
 
 def smallest(
     planner: Planner,
-    ways: Sequence[Sequence[Batch]],
+    batches: Sequence[Sequence[Batch]],
     current: Plan | None,
     error: Exception,
     static: Plan | None = None,
@@ -220,7 +242,7 @@ def smallest(
         bar.update(min(SECONDS, time.perf_counter() - began) - bar.n)
         try:
             other = Planner(units.config, units.profile, units.cluster, chosen)
-            decisions(other, ways, current, static)
+            decisions(other, batches, current, static)
         except (Infeasible, PlanError):
             return False
         return True
@@ -243,21 +265,24 @@ def of_a_run(run: Run, number: int) -> tuple[Planner, list[list[Batch]]]:
 
 
 def compared(
-    planner: Planner, ways: Sequence[Sequence[Batch]], static: Plan, found: Sequence[Decision]
+    planner: Planner, batches: Sequence[Sequence[Batch]], static: Plan, found: Sequence[Decision]
 ) -> list[str]:
     """The mean time of the plans found beside that of one plan."""
     chosen = sum(d.predicted.total for d in found) / len(found)
     times = []
-    for number, batch in enumerate(ways, 1):
+    for number, batch in enumerate(batches, 1):
         finder = planner.finder(batch)
         candidate = planner.fitted(finder, finder.best_of(static, None, "static"))
         if not candidate.price.fits:
-            return [f"batch {number} of {len(ways)} does not fit the plan of the flags: {static}"]
+            return [
+                f"batch {number} of {len(batches)} does not fit the plan of the flags: {static}"
+            ]
         times.append(planner.choose(finder, [candidate], None).predicted.seconds)
     mean = sum(times) / len(times)
     return [
-        f"over {len(ways)} batches, by the cost model: {chosen:.4f} s an iteration with --flexpipe,"
-        f" {mean:.4f} s on the plan of the flags ({mean / chosen:.2f} times as long): {static}"
+        f"over {len(batches)} batches, by the cost model: {chosen:.4f} s an iteration with"
+        f" --flexpipe, {mean:.4f} s on the plan of the flags ({mean / chosen:.2f} times as long):"
+        f" {static}"
     ]
 
 
@@ -277,45 +302,46 @@ def main(argv: Sequence[str] | None = None) -> int:
         if (doubt := profile.doubt(None)) is not None:
             print(f"plan: warning: {doubt}", file=sys.stderr)
         planner = Planner(config, profile, cluster, options(args))
-        ways = [cut(b, args.micro_batch_tokens, config) for b in read_batches(args)]
+        among = cuts(args, config)
+        batches = [cut_batch(b, among, cluster.world_size) for b in read_batches(args)]
         current = Plan.parse(args.current) if args.current else None
         if current is not None:
             current.check(config.layers.num_units, cluster.world_size)
         try:
-            found = decisions(planner, ways, current)
+            found = decisions(planner, batches, current)
         except (Infeasible, PlanError) as error:
-            raise ValueError(f"{error}{smallest(planner, ways, current, error)}") from error
+            raise ValueError(f"{error}{smallest(planner, batches, current, error)}") from error
     except (ClusterError, ProfileError, DataError, PlanError, ValueError, OSError) as error:
         print(f"plan: {error}", file=sys.stderr)
         return 1
-    show(args.json, config, ways, found)
+    show(args.json, config, batches, found)
     return 0
 
 
 def answer(args: argparse.Namespace, run: Run) -> int:
     """For the flags of a training command."""
-    planner, ways = of_a_run(run, args.batches)
+    planner, batches = of_a_run(run, args.batches)
     current = Plan.parse(args.current) if args.current else None
     if current is not None:
         current.check(run.parts.model.layers.num_units, run.config.world_size)
     try:
-        found = decisions(planner, ways, current, run.parts.plan)
+        found = decisions(planner, batches, current, run.parts.plan)
     except (Infeasible, PlanError) as error:
         flag = "--flexpipe-memory-budget-gb"
-        advice = smallest(planner, ways, current, error, run.parts.plan, flag)
+        advice = smallest(planner, batches, current, error, run.parts.plan, flag)
         raise ValueError(f"{error}{advice}") from error
     if not args.json:
         print("\n".join(line.removeprefix(" ") for line in run.lines()), "\n")
-    show(args.json, run.parts.model, ways, found)
+    show(args.json, run.parts.model, batches, found)
     if not args.json:
-        print("\n".join(compared(planner, ways, run.parts.plan, [d for d, _ in found])))
+        print("\n".join(compared(planner, batches, run.parts.plan, [d for d, _ in found])))
     return 0
 
 
 def show(
     as_json: bool,
     config: ModelConfig,
-    ways: Sequence[Sequence[Batch]],
+    batches: Sequence[Sequence[Batch]],
     found: Sequence[tuple[Decision, float]],
 ) -> None:
     """Print decisions."""
@@ -327,8 +353,11 @@ def show(
             if len(found) > 1:
                 print(f"--- batch {number} ---")
             print(explain(decision, config.layers))
-            tokens = ways[number][decision.micro_batching].tokens
-            print(f"micro-batches: {len(tokens)} of up to {tokens.max():.0f} tokens")
+            batch = batches[number][decision.micro_batching]
+            slices = sum(map(len, batch.chains))
+            sliced = f"; {len(batch.chains)} samples in {slices} slices" if slices else ""
+            count, most = len(batch.tokens), batch.tokens.max()
+            print(f"micro-batches: {count} of up to {most:.0f} tokens{sliced}")
             print(f"decided in {seconds * 1e3:.1f} ms\n")
 
 

@@ -12,10 +12,10 @@ from megatron_flex.data.global_batch import GlobalBatch
 from megatron_flex.data.microbatch import MicroBatch
 from megatron_flex.planner.build import Batch
 
-SHARES = (1, 2, 4, 8)
+SHARES = (1, 2, 4, 8, 16)
 """Micro-batches a device that the work of a batch may be divided into. With few large ones the
 pipeline is filled and drained slowly, many small ones pay fixed costs: one or two are best on
-mixtures of short samples, four or eight where a few are long."""
+mixtures of short samples, four and more where a few are long."""
 _STEPS = 2  # targets to a doubling
 _LEAST = 128  # tokens of the smallest target
 
