@@ -193,12 +193,11 @@ class Trainer:
                   f" {self.progress.iteration}")  # fmt: skip
         for warning in parts.warnings:
             self._say(f" warning: {warning}")
-        text = config.architecture != "bert" and config.data.sample_format == "text"
         for split in ("valid", "test"):  # of the training data all was said above
             for samples in getattr(getattr(parts, split), "sets", ()):
                 counts = samples.selection.counts
                 self._say(f" {split} data: {counts}")
-                lost = counts.warning(config.data.max_sample_length, divisible=text)
+                lost = counts.warning(config.data.max_sample_length)
                 if lost is not None:
                     self._say(f" warning: {split} data: {lost}")
 

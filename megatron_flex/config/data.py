@@ -61,9 +61,9 @@ class DataOptions:
     """Length of the longest sample, in tokens."""
 
     overlong: Literal["truncate", "split", "drop", "error"] = option("truncate", own=True)
-    """What to do with a longer document: keep its beginning, make several samples of it (text
-    only), leave it out, or stop before training. The number of such documents is reported; a loss
-    of 1 % of the tokens or more is a warning."""
+    """What to do with a longer document: keep its beginning, make several samples of it, leave
+    it out, or stop before training. The number of such documents is reported; a loss of 1 % of the
+    tokens or more is a warning. Of a pair that is split only the first samples have its prompt."""
 
     micro_batch_tokens: int | None = option(None, own=True, at_least=1)
     """Cut micro-batches by cost, with about this many tokens in each, packed without padding.

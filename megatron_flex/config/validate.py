@@ -118,11 +118,6 @@ def _data(config: Config) -> Problems:
             " or remove it"
         )
     pair = d.sample_format == "pair"
-    if d.overlong == "split" and (pair or config.architecture == "bert"):
-        yield (
-            "--overlong split is for text that GPT learns: parts of a pair would lack its prompt,"
-            " parts of a BERT document their sentences; choose truncate, drop or error"
-        )
     yield from _without(config, "--sample-format pair", pair, ("pair_keys",))
     if pair and (config.architecture == "bert" or d.mock_data):
         yield "--sample-format pair is for GPT and data on disk: remove it"

@@ -12,6 +12,7 @@ from megatron_flex.data.keyed import IntArray, below, bits, derive
 from megatron_flex.data.masking import BertVocabulary, choose, mask_counts, replace
 from megatron_flex.data.samples import Overlong, Row, Selection, select
 
+_LEAST = 4  # tokens that a sample must have room for where documents are divided: each has two then
 _PURPOSE = 5  # keeps this use of the seed apart from all others
 
 
@@ -21,7 +22,9 @@ class BertSamples:
     As megatron-core's ``BERTMaskedWordPieceDataset``: with ``binary_head`` the sentences of a
     document are split at random into A and B, which are swapped half of the time
     (``sentence_order`` 1); what exceeds ``max_length`` is cut from the longer segment, at random
-    at its front or its end. All draws are keyed by (seed, consumed-sample number), so an epoch
+    at its front or its end. With ``Overlong.SPLIT`` a document is divided evenly into as many
+    samples as it needs; where one of them has no border between sentences, A and B part anywhere.
+    All draws are keyed by (seed, consumed-sample number), so an epoch
     masks anew and every process draws alike. Lengths and numbers of targets need no tokens.
 
     Args:
@@ -52,14 +55,18 @@ class BertSamples:
         self._specials = 3 if binary_head else 2
         if not 0 < mask_prob < 1:
             raise DataError(f"--mask-prob must be between 0 and 1, not {mask_prob}")
-        if max_length is not None and max_length <= self._specials:
+        self._limit = np.iinfo(np.int64).max if max_length is None else max_length
+        stop = documents.num_documents if stop is None else stop
+        self._split = overlong is Overlong.SPLIT
+        least = self._specials + (_LEAST if self._split else 1)
+        if max_length is not None and max_length < least:
             raise DataError(
                 f"--max-sample-length {max_length} leaves no room for text beside"
                 f" {self._specials} special tokens"
             )
-        self._limit = np.iinfo(np.int64).max if max_length is None else max_length
-        stop = documents.num_documents if stop is None else stop
-        self._selection = select(documents.name, start, stop, self._measure, max_length, overlong)
+        self._selection = select(
+            documents.name, start, stop, self._measure, max_length, overlong, divide=self._divide
+        )
 
     @property
     def selection(self) -> Selection:
@@ -73,7 +80,8 @@ class BertSamples:
 
     def lengths(self, index: IntArray) -> IntArray:
         """Tokens of each sample, special ones included, ``[n]`` int64."""
-        return np.minimum(self._measure(self._selection.documents(index))[0], self._limit)
+        starts, stops = self._places(index)
+        return np.minimum(stops - starts + self._specials, self._limit)
 
     def loss_tokens(self, index: IntArray) -> IntArray:
         """Masked tokens, and one segment order, of each sample: ``[n, num_losses]`` int64."""
@@ -92,7 +100,8 @@ class BertSamples:
         """
         document = int(self._selection.documents(np.array([index]))[0])
         key = derive(self._seed, _PURPOSE, number)
-        segments, swapped = self._segments(document, key)
+        (first,), (last,) = (a.tolist() for a in self._places(np.array([index])))
+        segments, swapped = self._segments(document, first, last, key)
         tokens, types, candidates = self._assemble(segments)
         if (start, stop) != (0, len(tokens)):
             raise DataError(f"a BERT sample of {len(tokens)} tokens was cut to [{start}, {stop})")
@@ -121,15 +130,33 @@ class BertSamples:
             useful &= self._documents.num_sentences(documents) > 1
         return tokens + self._specials, useful.astype(np.int64)
 
-    def _segments(self, document: int, key: int) -> tuple[list[IntArray], bool]:
+    def _divide(self, documents: IntArray) -> tuple[IntArray, IntArray]:
+        tokens = self._documents.lengths(documents)
+        return -(-tokens // (self._limit - self._specials)), np.zeros_like(tokens)
+
+    def _places(self, index: IntArray) -> tuple[IntArray, IntArray]:
+        """First token of each sample in its document, and one after the last; before it is cut."""
+        documents = self._selection.documents(index)
+        tokens = self._documents.lengths(documents)
+        if not self._split:
+            return np.zeros_like(tokens), tokens
+        parts, (number, _) = self._selection.parts(index), self._divide(documents)
+        return parts * tokens // number, (parts + 1) * tokens // number
+
+    def _segments(
+        self, document: int, start: int, stop: int, key: int
+    ) -> tuple[list[IntArray], bool]:
         """One segment, or two in the order in which they are shown, cut to the limit."""
-        total = int(self._documents.lengths(np.array([document]))[0])
+        total = stop - start
         room = min(total, int(self._limit) - self._specials)
         draws = np.arange(2)
         if not self._binary_head:
-            return [self._read_cut(document, 0, total, room, derive(key, 10))], False
-        ends = np.cumsum(self._documents.sentences(document))
-        pivot = int(ends[below(derive(key, 11), draws[:1], len(ends) - 1)[0]])
+            return [self._read_cut(document, start, total, room, derive(key, 10))], False
+        ends = np.cumsum(self._documents.sentences(document)) - start
+        ends = ends[(ends > 0) & (ends < total)]
+        if not len(ends):
+            ends = np.arange(1, total)
+        pivot = int(ends[below(derive(key, 11), draws[:1], len(ends))[0]])
         first, second = pivot, total - pivot
         swapped = bool(bits(derive(key, 12), draws[:1])[0] & np.uint64(1))
         # The longer one is cut until both fit; when they are equal it is the second's turn.
@@ -140,8 +167,8 @@ class BertSamples:
             a, b = room - room // 2, room // 2
         cut_first, cut_second = (b, a) if swapped else (a, b)
         segments = [
-            self._read_cut(document, 0, first, cut_first, derive(key, 13)),
-            self._read_cut(document, first, second, cut_second, derive(key, 14)),
+            self._read_cut(document, start, first, cut_first, derive(key, 13)),
+            self._read_cut(document, start + first, second, cut_second, derive(key, 14)),
         ]
         return segments[::-1] if swapped else segments, swapped
 

@@ -41,7 +41,7 @@ class GptSamples:
         self._limit = int(np.iinfo(np.int64).max) if max_length is None else max_length
         stop = documents.num_documents if stop is None else stop
         self._selection = select(
-            documents.name, start, stop, self._measure, max_length, overlong, divisible=True
+            documents.name, start, stop, self._measure, max_length, overlong, divide=self._divide
         )
 
     @property
@@ -74,6 +74,10 @@ class GptSamples:
             labels=tokens[1:],
             loss_mask=np.ones(stop - start, dtype=np.float32),
         )
+
+    def _divide(self, documents: IntArray) -> tuple[IntArray, IntArray]:
+        lengths, _ = self._measure(documents)
+        return -(-lengths // self._limit), np.zeros_like(lengths)
 
     def _measure(self, documents: IntArray) -> tuple[IntArray, IntArray]:
         lengths = self._documents.lengths(documents) - 1

@@ -22,7 +22,10 @@ class PairSamples:
 
     The loss mask is one where the label is a completion token (the very first token of a sample is
     never a label). Arguments and errors as :class:`megatron_flex.data.gpt.GptSamples`; truncation
-    cuts the end, and a pair whose completion is cut off altogether has no target.
+    cuts the end, and a pair whose completion is cut off altogether has no target. With
+    ``Overlong.SPLIT`` a pair is as many samples as it needs, each with the next ``max_length``
+    inputs, from the first with a target on: each token of a completion is a label once, and only
+    the first samples have (the end of) the prompt.
     """
 
     num_losses = 1
@@ -46,11 +49,13 @@ class PairSamples:
         self._prompts, self._completions = prompts, completions
         self._limit = np.iinfo(np.int64).max if max_length is None else max_length
         self._cut = overlong is Overlong.TRUNCATE
+        self._split = overlong is Overlong.SPLIT
         stop = prompts.num_documents if stop is None else stop
         name = f"{prompts.name} + {completions.name}"
         self._selection = select(
-            name, start, stop, self._measure, max_length, overlong, may_lose_targets=self._cut
-        )
+            name, start, stop, self._measure, max_length, overlong, divide=self._divide,
+            may_lose_targets=self._cut,
+        )  # fmt: skip
 
     @property
     def selection(self) -> Selection:
@@ -59,18 +64,22 @@ class PairSamples:
 
     def lengths(self, index: IntArray) -> IntArray:
         """Input tokens of each sample, ``[n]`` int64."""
-        return np.minimum(self._measure(self._selection.documents(index))[0], self._limit)
+        starts, stops, _ = self._places(index)
+        return stops - starts
 
     def loss_tokens(self, index: IntArray) -> IntArray:
         """Completion tokens that are labels, ``[n, 1]`` int64."""
-        return self._measure(self._selection.documents(index))[1][:, None]
+        starts, stops, prompts = self._places(index)
+        # Labels are tokens start + 1 .. stop; those from the end of the prompt on count.
+        return (stops - np.maximum(starts, np.maximum(prompts, 1) - 1))[:, None]
 
     def read(
         self, index: int, number: int, start: int, stop: int, *, inputs: bool, targets: bool
     ) -> Row:
         """Tokens ``[start, stop)`` of a sample and their targets (``number`` plays no part)."""
         document = int(self._selection.documents(np.array([index]))[0])
-        prompt = int(self._prompts.lengths(np.array([document]))[0])
+        (begin,), _, (prompt,) = (a.tolist() for a in self._places(np.array([index])))
+        start, stop = start + begin, stop + begin
         end = stop + 1 if targets else stop
         if not (inputs or targets):
             return Row()
@@ -106,6 +115,27 @@ class PairSamples:
             " which stands between prompt and completion: write them without it"
             " (tools/preprocess_data.py --append-eod-keys with the completion's key only)"
         )
+
+    def _places(self, index: IntArray) -> tuple[IntArray, IntArray, IntArray]:
+        """For each sample: first input and one after the last, counted in the whole pair; and the
+        tokens of the prompt."""
+        documents = self._selection.documents(index)
+        lengths, _ = self._measure(documents)
+        prompts = self._prompts.lengths(documents)
+        starts = self._selection.parts(index) * self._limit
+        if self._split:
+            starts += self._without(documents)
+        return starts, np.minimum(lengths, starts + self._limit), prompts
+
+    def _without(self, documents: IntArray) -> IntArray:
+        """Input tokens of each pair before the first sample with a target."""
+        lengths, _ = self._measure(documents)
+        first = np.maximum(self._prompts.lengths(documents), 1) - 1  # the input of the first label
+        return np.where(lengths > self._limit, first // self._limit * self._limit, 0)
+
+    def _divide(self, documents: IntArray) -> tuple[IntArray, IntArray]:
+        without = self._without(documents)
+        return -(-(self._measure(documents)[0] - without) // self._limit), without
 
     def _measure(self, documents: IntArray) -> tuple[IntArray, IntArray]:
         prompts = self._prompts.lengths(documents)

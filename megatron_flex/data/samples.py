@@ -90,18 +90,15 @@ class Counts:
         """Share of the tokens that no sample has."""
         return (self.cut_tokens + self.dropped_tokens) / max(1, self.tokens)
 
-    def warning(self, max_length: int, *, divisible: bool) -> str | None:
-        """A sentence if ``--max-sample-length`` costs 1 % of the tokens or more.
-
-        ``divisible``: whether ``--overlong split`` is possible with these samples.
-        """
+    def warning(self, max_length: int) -> str | None:
+        """A sentence if ``--max-sample-length`` costs 1 % of the tokens or more."""
         if self.lost < WORTH_A_WARNING:
             return None
         lost = self.cut_tokens + self.dropped_tokens
         advice = ", or make several samples of a document with --overlong split"
         return (
             f"{100 * self.lost:.1f} % of the tokens ({lost} of {self.tokens}) are left out because"
-            f" of --max-sample-length {max_length}: raise it{advice if divisible else ''}"
+            f" of --max-sample-length {max_length}: raise it{'' if self.divided else advice}"
         )
 
     def __str__(self) -> str:
@@ -161,7 +158,7 @@ def select(
     max_length: int | None,
     overlong: Overlong,
     *,
-    divisible: bool = False,
+    divide: Callable[[IntArray], tuple[IntArray, IntArray]],
     may_lose_targets: bool = False,
 ) -> Selection:
     """Find the documents of ``[start, stop)`` that can be samples.
@@ -172,17 +169,16 @@ def select(
             the sample as it would be used (cut to ``max_length``); no target, no sample.
         max_length: most input tokens of a sample; ``None`` for no limit.
         overlong: what to do with longer ones.
-        divisible: whether a document can be several samples (every input token has a target).
+        divide: for document numbers of which each is too long, the samples that each becomes with
+            ``Overlong.SPLIT``, and the input tokens that none of them has.
         may_lose_targets: whether a sample can have targets that all lie beyond ``max_length``.
 
     Raises:
         DataError: a sample is too long and ``overlong`` is ``error``, or none is left.
     """
-    if overlong is Overlong.SPLIT and not divisible:
-        raise DataError(f"data set '{name}': --overlong split is for text that GPT learns")
     usable = np.empty(stop - start, dtype=bool)
-    divide = overlong is Overlong.SPLIT and max_length is not None
-    samples = np.empty(stop - start if divide else 0, dtype=np.int64)
+    splits = overlong is Overlong.SPLIT and max_length is not None
+    samples = np.empty(stop - start if splits else 0, dtype=np.int64)
     no_target = truncated = cut = dropped = dropped_tokens = divided = tokens = 0
     for first in range(start, stop, _PIECE):
         numbers = np.arange(first, min(first + _PIECE, stop), dtype=np.int64)
@@ -201,10 +197,12 @@ def select(
         if may_lose_targets and max_length is not None:
             lost = int(lengths[~useful & (lengths > max_length)].sum())
             tokens, dropped_tokens = tokens + lost, dropped_tokens + lost
-        if divide:
-            assert max_length is not None
+        if splits:
             divided += int(np.count_nonzero(over))
-            pieces = np.where(useful, -(-lengths // max_length), 0)
+            pieces = useful.astype(np.int64)
+            if over.any():
+                pieces[over], without = divide(numbers[over])
+                dropped_tokens += int(without.sum())
             samples[first - start : first - start + len(numbers)] = pieces
         elif overlong is Overlong.DROP:
             dropped += int(np.count_nonzero(over))
@@ -214,7 +212,7 @@ def select(
             truncated += int(np.count_nonzero(over))
             cut += int((lengths[over] - max_length).sum())
         usable[first - start : first - start + len(numbers)] = useful
-    size = int(samples.sum() if divide else np.count_nonzero(usable))
+    size = int(samples.sum() if splits else np.count_nonzero(usable))
     counts = Counts(
         stop - start, size, no_target, truncated, cut, dropped, dropped_tokens, divided, tokens
     )
@@ -224,7 +222,7 @@ def select(
             f" without a target, {dropped} longer than --max-sample-length {max_length}); check"
             " --split, --max-sample-length and the data"
         )
-    if divide:
+    if splits:
         return Selection(start, None, counts, np.cumsum(samples))
     kept: npt.NDArray[np.integer] | None = None
     if size < stop - start:

@@ -74,7 +74,7 @@ def data_lines(config: Config, source: BatchSource, found: Sizes) -> Iterator[st
     mark, advice = "   ", ""
     if (cut + gone) / tokens >= WORTH_A_WARNING:
         mark, advice = " warning: ", ": raise it"
-        if config.architecture != "bert" and config.data.sample_format == "text":
+        if config.data.overlong != "split":
             advice += ", or make several samples of a document with --overlong split"
     if truncated:
         yield (
@@ -88,8 +88,8 @@ def data_lines(config: Config, source: BatchSource, found: Sizes) -> Iterator[st
         )
     elif gone:
         yield (
-            f"{mark}left out: {gone / tokens:.1%} of all tokens, in samples whose targets all lie"
-            f" beyond {limit}{advice}"
+            f"{mark}left out: {gone / tokens:.1%} of all tokens, which have no target within"
+            f" {limit}{advice}"
         )
     if no_target:
         yield (

@@ -86,7 +86,9 @@ row   test
       test_a_prompt_that_ends_in_the_end_token_is_warned_of; unit/loop/test_assemble.py:
       test_prompts_that_end_in_the_end_token_are_warned_of
 40    unit/data/test_gpt.py: test_a_loss_of_one_percent_of_the_tokens_is_worth_a_warning;
-      test_the_parts_of_long_documents_have_every_token_once; unit/loop/test_assemble.py:
+      test_the_parts_of_long_documents_have_every_token_once (unit/data/test_bert.py, too);
+      unit/data/test_pairs.py: test_the_parts_of_long_pairs_have_every_completion_token_once;
+      unit/loop/test_assemble.py:
       test_what_is_cut_off_is_said_at_the_start
 41    test_failures.py:
       test_a_signal_to_any_worker_saves_after_the_iteration_and_ends_all_with_status_0;

@@ -83,11 +83,6 @@ WRONG: list[tuple[str, tuple[str, ...], str]] = [
         ("--mock-data",),
         "--data-path: weight 'nan' is not a finite number",
     ),
-    (
-        "--data-path a --sample-format pair --overlong split --tokenizer-type NullTokenizer",
-        ("--mock-data",),
-        "--overlong split is for text",
-    ),
     ("--split 1,0,1 --eval-interval 10", (), "--eval-interval needs validation data"),
     ("--pair-keys a b", (), "--pair-keys has no effect without --sample-format pair"),
     ("--sample-format pair", (), "--sample-format pair is for GPT and data on disk"),

@@ -243,3 +243,42 @@ def test_an_overlong_segment_is_cut_at_both_ends(tmp_path: Path) -> None:
     assert 0 < min(firsts) < max(firsts) < 20
     assert abs(np.mean(firsts) - 10) < 0.6
     assert abs(np.var(firsts) - 5) < 2
+
+
+@pytest.mark.parametrize("binary_head", [True, False])
+@given(
+    lengths=sentence_lengths.filter(lambda d: any(len(s) > 1 for s in d)),
+    limit=st.integers(7, 20),
+    number=st.integers(0, 10**6),
+)
+def test_the_parts_of_long_documents_have_every_token_once(
+    binary_head: bool, lengths: list[list[int]], limit: int, number: int
+) -> None:
+    specials = 3 if binary_head else 2
+    with tempfile.TemporaryDirectory() as directory:
+        made = make(
+            Path(directory), lengths, max_length=limit, overlong=Overlong.SPLIT,
+            binary_head=binary_head,
+        )  # fmt: skip
+        found: list[int] = []
+        for i in range(made.selection.size):
+            (length,) = made.lengths(np.array([i])).tolist()
+            assert specials + (2 if binary_head else 1) <= length <= limit
+            row = made.read(i, number, 0, length, inputs=True, targets=True)
+            tokens = [t for t in unmasked(row).tolist() if t not in (CLS, SEP)]
+            assert len(tokens) == length - specials
+            if row.sentence_order:
+                assert row.token_types is not None
+                first = int((row.token_types == 0).sum()) - 2
+                tokens = tokens[first:] + tokens[:first]
+            found += tokens
+        documents = [d for d in counting(lengths) if len(d) > 1 or not binary_head]
+        assert found == [t for document in documents for sentence in document for t in sentence]
+        assert made.selection.counts.lost == 0
+        room = limit - specials
+        assert made.selection.size == sum(-(-sum(map(len, d)) // room) for d in documents)
+
+
+def test_parts_of_documents_need_room(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="--max-sample-length 6 leaves no room for text"):
+        make(tmp_path, [[9, 9]], max_length=6, overlong=Overlong.SPLIT)

@@ -112,7 +112,7 @@ def test_the_parts_of_long_documents_have_every_token_once(
         counts = made.selection.counts
         assert counts.divided == sum(n - 1 > limit for n in lengths[start:])
         assert counts.lost == 0
-        assert counts.warning(limit, divisible=True) is None
+        assert counts.warning(limit) is None
 
 
 @pytest.mark.parametrize("overlong", [Overlong.TRUNCATE, Overlong.DROP])
@@ -123,13 +123,12 @@ def test_a_loss_of_one_percent_of_the_tokens_is_worth_a_warning(
     cut = [81, 11, 11] if overlong is Overlong.TRUNCATE else [71, 11, 11, 11]
     counts = samples(tmp_path / "d", cut, max_length=10, overlong=overlong).selection.counts
     message = "70.0 % of the tokens (70 of 100) are left out because of --max-sample-length 10:"
-    warning = counts.warning(10, divisible=True)
+    warning = counts.warning(10)
     assert warning == f"{message} raise it, or make several samples of a document with" \
         " --overlong split"  # fmt: skip
-    assert counts.warning(10, divisible=False) == f"{message} raise it"
     for longest, warned in ((110, False), (112, True)):  # 0.9 % and 1.1 % of the tokens
         made = samples(tmp_path / str(longest), [*[101] * 9, longest], max_length=100)
-        assert (made.selection.counts.warning(100, divisible=True) is not None) == warned
+        assert (made.selection.counts.warning(100) is not None) == warned
 
 
 def test_an_overlong_sample_is_an_error_if_asked(tmp_path: Path) -> None:

@@ -96,11 +96,41 @@ def test_a_completion_beyond_the_limit_counts_as_lost(tmp_path: Path) -> None:
     made = make(tmp_path, [(3, 7), (9, 6)], max_length=6)
     counts = made.selection.counts
     assert (counts.cut_tokens, counts.dropped_tokens, counts.tokens) == (3, 14, 24)
-    warning = counts.warning(6, divisible=False)
+    warning = counts.warning(6)
     assert warning is not None
     assert warning.startswith("70.8 % of the tokens (17 of 24)")
 
 
-def test_a_pair_is_not_divided(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="--overlong split is for text"):
-        make(tmp_path, [(3, 7)], max_length=4, overlong=Overlong.SPLIT)
+@given(length_pairs, st.integers(1, 12))
+def test_the_parts_of_long_pairs_have_every_completion_token_once(
+    pairs: list[tuple[int, int]], limit: int
+) -> None:
+    with tempfile.TemporaryDirectory() as directory:
+        made = make(Path(directory), pairs, max_length=limit, overlong=Overlong.SPLIT)
+        found: list[int] = []
+        inputs = 0
+        for i in range(made.selection.size):
+            (length,) = made.lengths(np.array([i])).tolist()
+            assert 1 <= length <= limit
+            row = made.read(i, 0, 0, length, inputs=True, targets=True)
+            assert row.tokens is not None
+            assert row.labels is not None
+            assert row.loss_mask is not None
+            assert row.tokens[1:].tolist() == row.labels[:-1].tolist()
+            targets = row.labels[row.loss_mask > 0].tolist()
+            assert made.loss_tokens(np.array([i])).tolist() == [[len(targets)]]
+            assert targets, "a sample without a target"
+            found += targets
+            inputs += length
+            cut = length // 2  # a slice of it is the same tokens
+            part = made.read(i, 0, cut, length, inputs=True, targets=True)
+            assert part.tokens is not None
+            assert part.loss_mask is not None
+            assert part.tokens.tolist() == row.tokens[cut:].tolist()
+            assert part.loss_mask.tolist() == row.loss_mask[cut:].tolist()
+        completions = counting([c for _, c in pairs], 500)
+        expected = [t[0 if p else 1 :] for (p, c), t in zip(pairs, completions, strict=True) if c]
+        assert found == [*(token for tokens in expected for token in tokens), 9]
+        counts = made.selection.counts
+        assert counts.tokens == inputs + counts.dropped_tokens
+        assert counts.divided == sum(bool(c) and p + c - 1 > limit for p, c in pairs)
