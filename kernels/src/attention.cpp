@@ -3,11 +3,17 @@
 // Samples lie one after the other; a token attends to its own sample. Scores exist only as blocks
 // of kQueries x kKeys, so memory is linear in the length. One work item is one kv group of one
 // sample; items write disjoint outputs, so the result does not depend on the number of threads.
+//
+// The first sample may be a slice of a longer one: its queries attend to the keys of the sample
+// from the beginning, which lie in buffers of their own, and its backward adds to sums of their
+// gradients. The keys are turned by their positions here, in float32, so the buffers hold them as
+// they came.
 #include <algorithm>
 #include <atomic>
 #include <cmath>
 #include <cstdlib>
 #include <memory>
+#include <utility>
 #include <vector>
 
 #include "api.h"
@@ -22,6 +28,24 @@ namespace {
 constexpr int64_t kQueries = 48;  // a multiple of every register tile's rows
 constexpr int64_t kKeys = 128;
 constexpr int64_t kWidest = 16;  // floats in the widest vector
+
+// Columns of a row of gradients in the buffers of a cut sample.
+int64_t gradient_width(int64_t depth) {
+  return (depth + kWidest - 1) / kWidest * kWidest;
+}
+
+// Rows of one head, from the first of a sample on.
+template <typename T>
+struct Rows {
+  const T* first;
+  int64_t stride;
+};
+
+// Rotary tables from the same row on; half is 0 where nothing turns.
+struct Turn {
+  const float *cosine, *sine;
+  int64_t half;
+};
 
 struct Attention {
   const void *q, *k, *v, *out, *grad_out;
@@ -39,26 +63,23 @@ struct Attention {
   const uint64_t* sites;       // [heads]
   uint32_t threshold;
   float keep_scale;
+  const void *prefix_k, *prefix_v;  // [prefix_tokens, groups, depth]; null: all samples are whole
+  float *prefix_dk, *prefix_dv;     // [groups, prefix_tokens, gradient_width]
+  const float *prefix_cosine, *prefix_sine;  // [prefix_tokens, rotary_half]
+  int64_t prefix_start, prefix_tokens, key_shift;
 
   template <typename T>
-  const T* query(int64_t token, int64_t head) const {
-    return static_cast<const T*>(q) + token * query_stride + head * query_head_stride;
-  }
-  template <typename T>
-  const T* key(int64_t token, int64_t group) const {
-    return static_cast<const T*>(k) + token * key_stride + group * key_head_stride;
-  }
-  template <typename T>
-  const T* value(int64_t token, int64_t group) const {
-    return static_cast<const T*>(v) + token * value_stride + group * value_head_stride;
+  Rows<T> query(int64_t token, int64_t head) const {
+    return {static_cast<const T*>(q) + token * query_stride + head * query_head_stride,
+            query_stride};
   }
   template <typename T>
   T* output(int64_t token, int64_t head) const {
     return static_cast<T*>(const_cast<void*>(out)) + (token * heads + head) * depth;
   }
   template <typename T>
-  const T* grad_output(int64_t token, int64_t head) const {
-    return static_cast<const T*>(grad_out) + (token * heads + head) * depth;
+  Rows<T> grad_output(int64_t token, int64_t head) const {
+    return {static_cast<const T*>(grad_out) + (token * heads + head) * depth, heads * depth};
   }
   template <typename T>
   T* grad_query(int64_t token, int64_t head) const {
@@ -72,6 +93,46 @@ struct Attention {
   T* grad_value(int64_t token, int64_t group) const {
     return static_cast<T*>(dv) + (token * groups + group) * depth;
   }
+  Turn turn(int64_t token) const {
+    return {cosine + token * rotary_half, sine + token * rotary_half, rotary_half};
+  }
+  // The slice of a cut sample.
+  bool cut(int64_t sample) const { return prefix_k != nullptr && sample == 0; }
+  // Tokens whose keys a sample's queries attend to.
+  int64_t length(int64_t sample) const {
+    return offsets[sample + 1] - offsets[sample] + (cut(sample) ? prefix_start : 0);
+  }
+};
+
+// One kv group of one sample: its queries, and the keys that they attend to.
+template <typename T>
+struct Part {
+  Part(const Attention& p, int64_t sample, int64_t group)
+      : begin(p.offsets[sample]),
+        count(p.offsets[sample + 1] - begin),
+        length(p.length(sample)),
+        start(length - count),
+        cut(p.cut(sample)) {
+    if (cut) {
+      const int64_t stride = p.groups * p.depth;
+      keys = {static_cast<const T*>(p.prefix_k) + group * p.depth, stride};
+      values = {static_cast<const T*>(p.prefix_v) + group * p.depth, stride};
+      key_turn = {p.prefix_cosine, p.prefix_sine, p.rotary_half};
+    } else {
+      const int64_t row = begin - p.key_shift;
+      keys = {static_cast<const T*>(p.k) + row * p.key_stride + group * p.key_head_stride,
+              p.key_stride};
+      values = {static_cast<const T*>(p.v) + row * p.value_stride + group * p.value_head_stride,
+                p.value_stride};
+      key_turn = p.turn(begin);
+    }
+  }
+
+  int64_t begin, count;   // of the queries, among all
+  int64_t length, start;  // of the keys; the first query's place among them
+  bool cut;
+  Rows<T> keys, values;
+  Turn key_turn;
 };
 
 #define MFLEX_BODY "attention_kernel.inl"
@@ -79,14 +140,17 @@ struct Attention {
 
 using Item = void (*)(const Attention&, int64_t, int64_t, bool, float*);
 
-// Floats of scratch memory that one item of `length` tokens needs; an upper bound for each form.
-int64_t scratch_floats(const Attention& p, int64_t length, bool back) {
-  const int64_t width = (p.depth + kWidest - 1) / kWidest * kWidest;
+// Floats of scratch memory that a sample needs; an upper bound for each form.
+int64_t scratch_floats(const Attention& p, int64_t sample, bool back) {
+  const int64_t length = p.length(sample), count = p.offsets[sample + 1] - p.offsets[sample];
+  const int64_t width = gradient_width(p.depth);
   const int64_t blocks = (length + kKeys - 1) / kKeys;
   const int64_t transposed = blocks * kKeys * p.depth;
-  const int64_t tiles = 2 * kQueries * kKeys + 2 * kQueries * width;
-  return (back ? 2 * transposed + 6 * length * width + length : transposed + length * width) +
-         tiles + p.depth + kWidest;
+  const int64_t tiles = 2 * kQueries * kKeys + 2 * kQueries * width + kWidest * width;
+  const int64_t gradients = p.cut(sample) ? 0 : 2 * length * width;
+  return (back ? 2 * transposed + length * width + gradients + count * (3 * width + 1)
+               : transposed + length * width) +
+         tiles;
 }
 
 // False if scratch memory could not be had.
@@ -94,12 +158,18 @@ bool run(const Attention& p, bool back, int threads) {
   const Item run_item = MFLEX_PICK(item);
   // Longest first, each taken by whichever thread is free.
   std::vector<int64_t> order(p.samples);
-  for (int64_t i = 0; i < p.samples; ++i) order[i] = i;
-  const auto length = [&](int64_t s) { return p.offsets[s + 1] - p.offsets[s]; };
+  int64_t floats = 0;
+  for (int64_t i = 0; i < p.samples; ++i) {
+    order[i] = i;
+    floats = std::max(floats, scratch_floats(p, i, back));
+  }
+  const auto work = [&](int64_t s) {
+    const int64_t stop = p.length(s), start = stop - (p.offsets[s + 1] - p.offsets[s]);
+    return stop * stop - start * start;
+  };
   std::stable_sort(order.begin(), order.end(),
-                   [&](int64_t a, int64_t b) { return length(a) > length(b); });
+                   [&](int64_t a, int64_t b) { return work(a) > work(b); });
   const int64_t items = p.samples * p.groups;
-  const int64_t floats = items > 0 ? scratch_floats(p, length(order[0]), back) : 0;
   std::atomic<int64_t> next{0};
   std::atomic<bool> failed{false};
   if (threads <= 0) threads = available_threads();
@@ -133,7 +203,16 @@ struct mflex_attention {
   int64_t samples, tokens, heads, groups, depth;
   int64_t query_stride, key_stride, value_stride;                 // elements from token to token
   int64_t query_head_stride, key_head_stride, value_head_stride;  // elements from head to head
-  int64_t rotary_half;      // half the number of channels that are rotated
+  int64_t rotary_half;  // half the number of channels that are rotated
+  // The first sample, where it is a slice: keys and values of the sample [prefix_tokens, groups,
+  // depth], of which rows up to the slice's end are used; float32 sums of their gradients [groups,
+  // prefix_tokens, depth rounded up to 16], turned, aligned to 64 bytes; rotary tables of all its
+  // positions. `query` and what else has `tokens` rows has those of the slice; key and value lack
+  // the first `key_shift` rows.
+  const void *prefix_key, *prefix_value;
+  float *prefix_grad_key, *prefix_grad_value;
+  const float *prefix_cosine, *prefix_sine;
+  int64_t prefix_start, prefix_tokens, key_shift;
   float scale, keep_scale;  // of the scores; of the probabilities that stay
   uint32_t threshold;       // drop probability times 2^32
   int32_t causal, dtype;    // dtype 0 float32, 1 bfloat16
@@ -175,5 +254,14 @@ MFLEX_API int32_t mflex_attention_run(const mflex_attention* a) {
   p.sites = a->sites;
   p.threshold = a->threshold;
   p.keep_scale = a->keep_scale;
+  p.prefix_k = a->prefix_key;
+  p.prefix_v = a->prefix_value;
+  p.prefix_dk = a->prefix_grad_key;
+  p.prefix_dv = a->prefix_grad_value;
+  p.prefix_cosine = a->prefix_cosine;
+  p.prefix_sine = a->prefix_sine;
+  p.prefix_start = a->prefix_start;
+  p.prefix_tokens = a->prefix_tokens;
+  p.key_shift = a->key_shift;
   return mflex::run(p, a->grad_output != nullptr, a->threads) ? 0 : 1;
 }

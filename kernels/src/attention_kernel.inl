@@ -53,9 +53,9 @@ __attribute__((noinline)) void multiply(int64_t rows, int64_t width, int64_t dep
 }
 
 // Rotary embedding of one row in place; direction -1 turns it back, which is the gradient's way.
-MFLEX_INLINE void rotate(const Attention& p, int64_t token, float direction, float* row) {
-  const int64_t half = p.rotary_half;
-  const float *cosine = p.cosine + token * half, *sine = p.sine + token * half;
+MFLEX_INLINE void rotate(const Turn& turn, int64_t i, float direction, float* row) {
+  const int64_t half = turn.half;
+  const float *cosine = turn.cosine + i * half, *sine = turn.sine + i * half;
   for (int64_t c = 0; c < half; ++c) {
     const float a = row[c], b = row[c + half], s = direction * sine[c];
     row[c] = a * cosine[c] - b * s;
@@ -63,50 +63,80 @@ MFLEX_INLINE void rotate(const Attention& p, int64_t token, float direction, flo
   }
 }
 
-// One head's row as float32 times `factor`, rotated where `rotary` is set.
+// Row `i` of one head as float32 times `factor`, turned by its position.
 template <typename T>
-MFLEX_INLINE void read_row(const Attention& p, const T* from, int64_t token, bool rotary,
+MFLEX_INLINE void read_row(const Rows<T>& rows, int64_t i, int64_t depth, const Turn& turn,
                            float factor, float* to) {
-  for (int64_t c = 0; c < p.depth; ++c) to[c] = load(from[c]) * factor;
-  if (rotary && p.rotary_half > 0) rotate(p, token, 1.0f, to);
+  const T* from = rows.first + i * rows.stride;
+  for (int64_t c = 0; c < depth; ++c) to[c] = load(from[c]) * factor;
+  if (turn.half > 0) rotate(turn, i, 1.0f, to);
 }
 
-// Rows of one head from `token` on, padded with zeros to `width` columns.
+// Rows of one head, padded with zeros to `width` columns.
 template <typename T>
-void pack_rows(const Attention& p, const T* source, int64_t stride, int64_t token, int64_t length,
-               int64_t width, bool rotary, float factor, float* target) {
+void pack_rows(const Rows<T>& rows, int64_t length, int64_t depth, int64_t width, const Turn& turn,
+               float factor, float* target) {
   for (int64_t i = 0; i < length; ++i) {
     float* to = target + i * width;
-    read_row(p, source + i * stride, token + i, rotary, factor, to);
-    for (int64_t c = p.depth; c < width; ++c) to[c] = 0.0f;
+    read_row(rows, i, depth, turn, factor, to);
+    for (int64_t c = depth; c < width; ++c) to[c] = 0.0f;
   }
 }
 
-// Transposed in blocks of kKeys rows: block b is [depth, kKeys], zeros where rows run out.
+// Exchanges the bits S of row and column in a square of vectors; over all S, that transposes it.
+template <int S, size_t... L>
+MFLEX_INLINE void exchange(Vec* square, std::index_sequence<L...>) {
+  for (int i = 0; i < kLanes; ++i) {
+    if (i & S) continue;
+    const Vec a = square[i], b = square[i + S];
+#if defined(__clang__)
+    square[i] = __builtin_shufflevector(a, b, ((L & S) ? kLanes + L - S : L)...);
+    square[i + S] = __builtin_shufflevector(a, b, ((L & S) ? kLanes + L : L + S)...);
+#else
+    square[i] = __builtin_shuffle(a, b, IntVec{((L & S) ? int(kLanes + L - S) : int(L))...});
+    square[i + S] = __builtin_shuffle(a, b, IntVec{((L & S) ? int(kLanes + L) : int(L + S))...});
+#endif
+  }
+}
+MFLEX_INLINE void transpose(Vec* square) {
+  constexpr auto lanes = std::make_index_sequence<kLanes>{};
+  exchange<1>(square, lanes);
+  exchange<2>(square, lanes);
+  if constexpr (kLanes > 4) exchange<4>(square, lanes);
+  if constexpr (kLanes > 8) exchange<8>(square, lanes);
+}
+
+// Transposed in blocks of kKeys rows: block b is [depth, kKeys], zeros where rows run out. `lines`
+// has room for kLanes rows.
 template <typename T>
-void pack_transposed(const Attention& p, const T* source, int64_t stride, int64_t token,
-                     int64_t length, bool rotary, float* row, float* target) {
-  for (int64_t first = 0; first < length; first += kKeys) {
-    float* block = target + first * p.depth;
-    const int64_t count = length - first < kKeys ? length - first : kKeys;
-    const int64_t width = padded(count);
-    for (int64_t i = 0; i < count; ++i) {
-      read_row(p, source + (first + i) * stride, token + first + i, rotary, 1.0f, row);
-      for (int64_t c = 0; c < p.depth; ++c) block[c * kKeys + i] = row[c];
+void pack_transposed(const Rows<T>& rows, int64_t length, int64_t depth, const Turn& turn,
+                     float* lines, float* target) {
+  const int64_t width = padded(depth);
+  for (int64_t i = 0; i < kLanes * width; i += kLanes) at(lines + i) = Vec{};
+  for (int64_t first = 0; first < length; first += kLanes) {
+    float* block = target + first / kKeys * kKeys * depth + first % kKeys;
+    const int64_t count = length - first < kLanes ? length - first : kLanes;
+    for (int64_t i = 0; i < count; ++i)
+      read_row(rows, first + i, depth, turn, 1.0f, lines + i * width);
+    for (int64_t i = count * width; i < kLanes * width; i += kLanes) at(lines + i) = Vec{};
+    for (int64_t c = 0; c < depth; c += kLanes) {
+      Vec square[kLanes];
+      for (int64_t i = 0; i < kLanes; ++i) square[i] = at(lines + i * width + c);
+      transpose(square);
+      const int64_t here = depth - c < kLanes ? depth - c : kLanes;
+      for (int64_t i = 0; i < here; ++i) at(block + (c + i) * kKeys) = square[i];
     }
-    for (int64_t c = 0; c < p.depth; ++c)
-      for (int64_t i = count; i < width; ++i) block[c * kKeys + i] = 0.0f;
   }
 }
 
-// Gradients of a head's rows times `factor`, turned back where `rotary` is set.
+// Gradients of a head's rows times `factor`, turned back.
 template <typename T>
-void unpack_rows(const Attention& p, float* source, int64_t width, int64_t token, int64_t length,
-                 bool rotary, float factor, T* target, int64_t stride) {
+void unpack_rows(float* source, int64_t width, int64_t length, int64_t depth, const Turn& turn,
+                 float factor, T* target, int64_t stride) {
   for (int64_t i = 0; i < length; ++i) {
     float* row = source + i * width;
-    if (rotary && p.rotary_half > 0) rotate(p, token + i, -1.0f, row);
-    for (int64_t c = 0; c < p.depth; ++c) store(target[i * stride + c], row[c] * factor);
+    if (turn.half > 0) rotate(turn, i, -1.0f, row);
+    for (int64_t c = 0; c < depth; ++c) store(target[i * stride + c], row[c] * factor);
   }
 }
 
@@ -129,31 +159,32 @@ MFLEX_INLINE int64_t visible(const Attention& p, int64_t query_end, int64_t firs
 // One kv group of one sample: all query heads of the group, block by block (online softmax).
 template <typename T>
 void forward(const Attention& p, int64_t sample, int64_t group, float* scratch) {
-  const int64_t begin = p.offsets[sample], length = p.offsets[sample + 1] - begin;
+  const Part<T> part(p, sample, group);
+  const int64_t begin = part.begin, count = part.count, start = part.start, length = part.length;
   const int64_t depth = p.depth, width = padded(depth), blocks = (length + kKeys - 1) / kKeys;
   float* keys = scratch;                          // [blocks][depth, kKeys]
   float* values = keys + blocks * kKeys * depth;  // [length, width]
   float* queries = values + length * width;       // [kQueries, width]
   float* scores = queries + kQueries * width;     // [kQueries, kKeys]
   float* sums = scores + kQueries * kKeys;        // [kQueries, width]
-  float* line = sums + kQueries * width;          // [depth]
+  float* lines = sums + kQueries * width;         // [kLanes, width]
   float highest[kQueries], normalizer[kQueries];
-  pack_transposed(p, p.key<T>(begin, group), p.key_stride, begin, length, true, line, keys);
-  pack_rows(p, p.value<T>(begin, group), p.value_stride, begin, length, width, false, 1.0f, values);
+  pack_transposed(part.keys, length, depth, part.key_turn, lines, keys);
+  pack_rows(part.values, length, depth, width, Turn{}, 1.0f, values);
   const int64_t share = p.heads / p.groups;
   for (int64_t head = group * share; head < (group + 1) * share; ++head) {
-    for (int64_t q0 = 0; q0 < length; q0 += kQueries) {
-      const int64_t rows = length - q0 < kQueries ? length - q0 : kQueries;
-      pack_rows(p, p.query<T>(begin + q0, head), p.query_stride, begin + q0, rows, width, true,
-                p.scale, queries);
+    for (int64_t q0 = 0; q0 < count; q0 += kQueries) {
+      const int64_t rows = count - q0 < kQueries ? count - q0 : kQueries;
+      pack_rows(p.query<T>(begin + q0, head), rows, depth, width, p.turn(begin + q0), p.scale,
+                queries);
       for (int64_t k0 = 0; k0 < length; k0 += kKeys) {
-        const int64_t seen = visible(p, q0 + rows, k0, length), span = padded(seen);
+        const int64_t seen = visible(p, start + q0 + rows, k0, length), span = padded(seen);
         if (seen == 0) break;
         multiply(rows, span, depth, queries, width, 1, keys + k0 * depth, kKeys, scores, kKeys,
                  false);
         for (int64_t i = 0; i < rows; ++i) {
           float* row = scores + i * kKeys;
-          const int64_t valid = visible(p, q0 + i + 1, k0, length);
+          const int64_t valid = visible(p, start + q0 + i + 1, k0, length);
           for (int64_t c = valid; c < span; ++c) row[c] = -INFINITY;
           Vec top = Vec{} - INFINITY;
           for (int64_t c = 0; c < span; c += kLanes) top = at(row + c) > top ? at(row + c) : top;
@@ -187,46 +218,53 @@ void forward(const Attention& p, int64_t sample, int64_t group, float* scratch) 
   }
 }
 
-// Gradients of one kv group of one sample; probabilities are computed again from `lse`.
+// Gradients of one kv group of one sample; probabilities are computed again from `lse`. Those of
+// the keys of a slice are added to what later slices gave them.
 template <typename T>
 void backward(const Attention& p, int64_t sample, int64_t group, float* scratch) {
-  const int64_t begin = p.offsets[sample], length = p.offsets[sample + 1] - begin;
+  const Part<T> part(p, sample, group);
+  const int64_t begin = part.begin, count = part.count, start = part.start, length = part.length;
   const int64_t depth = p.depth, width = padded(depth), blocks = (length + kKeys - 1) / kKeys;
   float* keys_t = scratch;                            // [blocks][depth, kKeys]
   float* values_t = keys_t + blocks * kKeys * depth;  // [blocks][depth, kKeys]
-  float* keys = values_t + blocks * kKeys * depth;    // [length, width], so are the next six
-  float* queries = keys + length * width;
-  float* outer = queries + length * width;  // gradient of the output
-  float* grad_q = outer + length * width;
-  float* grad_k = grad_q + length * width;
-  float* grad_v = grad_k + length * width;
-  float* scores = grad_v + length * width;    // [kQueries, kKeys]: dropped probabilities
+  float* keys = values_t + blocks * kKeys * depth;    // [length, width]
+  float* queries = keys + length * width;             // [count, width], so are the next two
+  float* outer = queries + count * width;             // gradient of the output
+  float* grad_q = outer + count * width;
+  float* scores = grad_q + count * width;     // [kQueries, kKeys]: dropped probabilities
   float* slopes = scores + kQueries * kKeys;  // [kQueries, kKeys]: gradient of the scores
-  float* delta = slopes + kQueries * kKeys;   // [length]
+  float* lines = slopes + kQueries * kKeys;   // [kLanes, width]
+  float* grad_k = lines + kLanes * width;     // [length, row_width], so is the next
+  float* grad_v = grad_k + length * width;
+  float* delta = part.cut ? grad_k : grad_v + length * width;  // [count]
+  int64_t row_width = width;
   alignas(64) float mask[kKeys];
-  float* line = delta + length;  // [depth]
-  const T *key = p.key<T>(begin, group), *value = p.value<T>(begin, group);
-  pack_transposed(p, key, p.key_stride, begin, length, true, line, keys_t);
-  pack_transposed(p, value, p.value_stride, begin, length, false, line, values_t);
-  pack_rows(p, key, p.key_stride, begin, length, width, true, 1.0f, keys);
-  for (int64_t i = 0; i < length * width; i += kLanes) at(grad_k + i) = at(grad_v + i) = Vec{};
+  pack_transposed(part.keys, length, depth, part.key_turn, lines, keys_t);
+  pack_transposed(part.values, length, depth, Turn{}, lines, values_t);
+  pack_rows(part.keys, length, depth, width, part.key_turn, 1.0f, keys);
+  if (part.cut) {
+    row_width = gradient_width(depth);
+    grad_k = p.prefix_dk + group * p.prefix_tokens * row_width;
+    grad_v = p.prefix_dv + group * p.prefix_tokens * row_width;
+  } else {
+    for (int64_t i = 0; i < length * width; i += kLanes) at(grad_k + i) = at(grad_v + i) = Vec{};
+  }
   const int64_t share = p.heads / p.groups;
   for (int64_t head = group * share; head < (group + 1) * share; ++head) {
-    pack_rows(p, p.query<T>(begin, head), p.query_stride, begin, length, width, true, p.scale,
-              queries);
-    pack_rows(p, p.grad_output<T>(begin, head), p.heads * depth, begin, length, width, false, 1.0f,
-              outer);
-    for (int64_t i = 0; i < length; ++i) {
+    pack_rows(p.query<T>(begin, head), count, depth, width, p.turn(begin), p.scale, queries);
+    pack_rows(p.grad_output<T>(begin, head), count, depth, width, Turn{}, 1.0f, outer);
+    for (int64_t i = 0; i < count; ++i) {
       const T* out = p.output<T>(begin + i, head);
       float sum = 0.0f;
       for (int64_t c = 0; c < depth; ++c) sum += load(out[c]) * outer[i * width + c];
       delta[i] = sum;
     }
-    for (int64_t i = 0; i < length * width; i += kLanes) at(grad_q + i) = Vec{};
+    for (int64_t i = 0; i < count * width; i += kLanes) at(grad_q + i) = Vec{};
     for (int64_t k0 = 0; k0 < length; k0 += kKeys) {
-      for (int64_t q0 = p.causal ? k0 / kQueries * kQueries : 0; q0 < length; q0 += kQueries) {
-        const int64_t rows = length - q0 < kQueries ? length - q0 : kQueries;
-        const int64_t seen = visible(p, q0 + rows, k0, length), span = padded(seen);
+      const int64_t hidden = p.causal && k0 > start ? k0 - start : 0;  // queries before the keys
+      for (int64_t q0 = hidden / kQueries * kQueries; q0 < count; q0 += kQueries) {
+        const int64_t rows = count - q0 < kQueries ? count - q0 : kQueries;
+        const int64_t seen = visible(p, start + q0 + rows, k0, length), span = padded(seen);
         if (seen == 0) continue;
         multiply(rows, span, depth, queries + q0 * width, width, 1, keys_t + k0 * depth, kKeys,
                  scores, kKeys, false);
@@ -234,7 +272,7 @@ void backward(const Attention& p, int64_t sample, int64_t group, float* scratch)
                  slopes, kKeys, false);
         for (int64_t i = 0; i < rows; ++i) {
           float *row = scores + i * kKeys, *slope = slopes + i * kKeys;
-          const int64_t valid = visible(p, q0 + i + 1, k0, length);
+          const int64_t valid = visible(p, start + q0 + i + 1, k0, length);
           const float shift = p.lse[head * p.tokens + begin + q0 + i], less = delta[q0 + i];
           for (int64_t c = valid; c < span; ++c) row[c] = -INFINITY;
           if (p.token_keys != nullptr) {
@@ -255,20 +293,21 @@ void backward(const Attention& p, int64_t sample, int64_t group, float* scratch)
           }
         }
         multiply(seen, width, rows, scores, 1, kKeys, outer + q0 * width, width,
-                 grad_v + k0 * width, width, true);
+                 grad_v + k0 * row_width, row_width, true);
         multiply(seen, width, rows, slopes, 1, kKeys, queries + q0 * width, width,
-                 grad_k + k0 * width, width, true);
+                 grad_k + k0 * row_width, row_width, true);
         multiply(rows, width, seen, slopes, kKeys, 1, keys + k0 * width, width, grad_q + q0 * width,
                  width, true);
       }
     }
-    unpack_rows(p, grad_q, width, begin, length, true, p.scale, p.grad_query<T>(begin, head),
+    unpack_rows(grad_q, width, count, depth, p.turn(begin), p.scale, p.grad_query<T>(begin, head),
                 p.heads * depth);
   }
-  unpack_rows(p, grad_k, width, begin, length, true, 1.0f, p.grad_key<T>(begin, group),
-              p.groups * depth);
-  unpack_rows(p, grad_v, width, begin, length, false, 1.0f, p.grad_value<T>(begin, group),
-              p.groups * depth);
+  // Of a slice its own rows are complete now.
+  unpack_rows(grad_k + start * row_width, row_width, count, depth, p.turn(begin), 1.0f,
+              p.grad_key<T>(begin, group), p.groups * depth);
+  unpack_rows(grad_v + start * row_width, row_width, count, depth, Turn{}, 1.0f,
+              p.grad_value<T>(begin, group), p.groups * depth);
 }
 
 void item(const Attention& p, int64_t sample, int64_t group, bool back, float* scratch) {

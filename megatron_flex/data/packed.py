@@ -8,6 +8,20 @@ from typing import Any
 
 import torch
 
+from megatron_flex.data.microbatch import Slice
+
+
+def cut_slice(slices: tuple[Slice, ...]) -> Slice | None:
+    """The slice of a sample that is cut; it is the first, all others are whole samples.
+
+    Raises ``ValueError`` if another one is cut.
+    """
+    if not all(part.whole for part in slices[1:]):
+        raise ValueError(
+            "attention needs whole samples: of a micro-batch only the first may be a slice"
+        )
+    return None if slices[0].whole else slices[0]
+
 
 @dataclass(frozen=True)
 class PackedBatch:
@@ -23,6 +37,8 @@ class PackedBatch:
         token_types: ``[T]`` int64 segment of each token (BERT with a sentence-order head).
         sentence_order: ``[number of slices]`` int64 target of the sentence-order head.
         totals: tokens of each slice's whole sample; by default each slice is the last of its own.
+        prefixes: what the run keeps of samples that are cut (``model/prefix.py``); without it cut
+            samples are refused.
     """
 
     lengths: tuple[int, ...]
@@ -34,6 +50,7 @@ class PackedBatch:
     token_types: torch.Tensor | None = None
     sentence_order: torch.Tensor | None = None
     totals: tuple[int, ...] = ()
+    prefixes: object | None = None
 
     def __post_init__(self) -> None:
         if not self.totals:
@@ -51,6 +68,17 @@ class PackedBatch:
             if isinstance(tensor, torch.Tensor)
         }
         return replace(self, **moved)
+
+    @property
+    def slices(self) -> tuple[Slice, ...]:
+        """Which tokens of which samples these are."""
+        ends = zip(self.samples, self.starts, self.lengths, self.totals, strict=True)
+        return tuple(Slice(sample, s, s + n, total) for sample, s, n, total in ends)
+
+    @cached_property
+    def cut(self) -> Slice | None:
+        """The slice of a sample that is cut: see :func:`cut_slice`."""
+        return cut_slice(self.slices)
 
     @property
     def num_tokens(self) -> int:

@@ -1,6 +1,7 @@
 """Variable-length core attention for megatron-core's ``SelfAttention``.
 
-Samples are packed one after the other; a token attends to its own sample only. The kernels are in
+Samples are packed one after the other; a token attends to its own sample only. The first may be a
+slice of a longer sample: it attends to the slices before it too (``prefix.py``). The kernels are in
 ``attention_cpu.py`` and ``attention_cuda.py``.
 """
 
@@ -68,13 +69,15 @@ class VarlenAttention(torch.nn.Module):
         **_: Any,
     ) -> torch.Tensor:
         """Query ``[T, 1, heads, d]``, key, value ``[T, 1, groups, d]`` -> ``[T, 1, heads * d]``."""
-        attention_mask.check_whole_samples()
+        options = self._options[self.training]
+        if attention_mask.cut is not None and not options.causal:
+            raise ValueError("only causal attention goes through the slices of a sample in order")
         attend = attention_cpu.attend if query.device.type == "cpu" else attention_cuda.attend
         out = attend(
             query.squeeze(1),
             key.squeeze(1),
             value.squeeze(1),
             attention_mask,
-            self._options[self.training],
+            options,
         )
         return out.flatten(1).unsqueeze(1)

@@ -13,9 +13,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from megatron_flex.data.packed import PackedBatch
+from megatron_flex.data.microbatch import Slice
+from megatron_flex.data.packed import PackedBatch, cut_slice
 from megatron_flex.model.config import ModelConfig
 from megatron_flex.model.keys import packed_positions, token_keys
+from megatron_flex.model.prefix import PrefixStore, Tables
 from megatron_flex.model.rotary import frequencies
 
 
@@ -35,14 +37,36 @@ class PackedContext:
         self._samples = batch.samples
         self._starts = batch.starts
         self._config = config
+        self._slices = batch.slices
+        assert batch.prefixes is None or isinstance(batch.prefixes, PrefixStore)
+        self._prefixes = batch.prefixes
 
-    def check_whole_samples(self) -> None:
-        """Raise ``ValueError`` if a sample is cut: attention sees this micro-batch's keys only."""
-        if any(self._starts):
+    @cached_property
+    def cut(self) -> Slice | None:
+        """The slice of a sample that is cut, or ``None``.
+
+        Raises ``ValueError`` if it is not the first.
+        """
+        return cut_slice(self._slices)
+
+    @property
+    def prefixes(self) -> PrefixStore:
+        """What the run keeps of samples that are cut.
+
+        Raises ``ValueError`` without a run: attention would see this micro-batch's keys only.
+        """
+        if self._prefixes is None:
             raise ValueError(
-                "attention needs whole samples: a slice that does not start at position 0 would"
-                " miss the keys of the slices before it"
+                "attention needs whole samples: without a run that keeps them, a slice would miss"
+                " the keys of the slices before it"
             )
+        return self._prefixes
+
+    @property
+    def longest(self) -> int:
+        """The most keys that a query attends to."""
+        cut = self.cut
+        return max(*self.lengths, 0 if cut is None else cut.stop)
 
     @cached_property
     def offsets_array(self) -> np.ndarray[Any, np.dtype[np.int64]]:
@@ -77,7 +101,21 @@ class PackedContext:
 
         The first half of a head's rotated channels is paired with the second, as in megatron-core.
         """
-        angles = torch.outer(self.positions.float(), frequencies(self._config, self.device))
+        return self._rotary_at(self.positions)
+
+    @property
+    def prefix_rotary(self) -> Tables:
+        """The same for all positions of the sample that is cut."""
+        cut = self.cut
+        assert cut is not None
+
+        def make() -> Tables:
+            return self._rotary_at(torch.arange(cut.length, device=self.device))
+
+        return self.prefixes.tables(cut.sample, make)
+
+    def _rotary_at(self, positions: torch.Tensor) -> Tables:
+        angles = torch.outer(positions.float(), frequencies(self._config, self.device))
         return angles.cos(), angles.sin()
 
 

@@ -10,7 +10,7 @@ that needs it.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -96,10 +96,13 @@ class ActivationOffload:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._pool: ThreadPoolExecutor | None = None
 
-    def saving(self, key: Key, stay: Iterable[Tensor]) -> AbstractContextManager[object]:
+    def saving(
+        self, key: Key, stay: Iterable[Tensor], stays: Callable[[int], bool] = lambda _: False
+    ) -> AbstractContextManager[object]:
         """What autograd saves in this context belongs to the pass ``key``.
 
         ``stay``: tensors whose storages stay on the device: weights, and the unit's input.
+        ``stays(address)``: whether a storage that begins there does, as keys of cut samples do.
         """
         group = self._groups.setdefault(key, _Group(key, self))
         own = {t.untyped_storage().data_ptr() for t in stay}
@@ -107,7 +110,9 @@ class ActivationOffload:
         def pack(tensor: Tensor) -> Tensor | _Saved:
             memory = tensor.untyped_storage()
             address = memory.data_ptr()
-            if not tensor.is_floating_point() or address in own or memory.nbytes() < SMALLEST:
+            if not tensor.is_floating_point() or memory.nbytes() < SMALLEST:
+                return tensor
+            if address in own or stays(address):
                 return tensor
             storage = group.storages.get(address)
             if storage is None:

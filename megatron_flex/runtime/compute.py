@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 
 import torch
 from torch.autograd.graph import get_gradient_edge
@@ -47,6 +48,7 @@ class Passes:
         self._move_activations(run, op)
         stage = run.part.plan.stages[op.stage]
         batch = self._batch(run, op)
+        run.prefixes.forward(op.stage, op.micro_batch, batch)
         tape = run.tapes.get((op.stage, op.micro_batch))
         source = run.activations.pop((op.stage - 1, op.micro_batch), None)
         if source is not None and run.training:
@@ -86,7 +88,8 @@ class Passes:
         if key not in run.travels.passes or unit not in run.part.plan.o_plan.activations:
             return nullcontext()
         stay = [self._holdings.slabs[slab].params for slab in self._slabs_of[unit]]
-        return self._activations.saving(key, stay if hidden is None else [*stay, hidden])
+        stay = stay if hidden is None else [*stay, hidden]
+        return self._activations.saving(key, stay, run.prefixes.holds)
 
     def _move_activations(self, run: Run, op: Compute) -> None:
         """Before a pass: what the one before saved leaves, what the next one needs returns."""
@@ -106,6 +109,7 @@ class Passes:
     def backward(self, run: Run, op: Backward | BackwardInput) -> None:
         """The gradient of the stage's input; of its weights too, or their tape is filled."""
         self._move_activations(run, op)
+        run.prefixes.backward(op.stage, op.micro_batch, run.batches[op.micro_batch])
         source, edge = run.saved.pop((op.stage, op.micro_batch))
         if op.stage + 1 == len(run.part.plan.stages):
             gradient = self._loss_scale(run)
@@ -142,6 +146,8 @@ class Passes:
         if batch is None:
             inputs, targets = run.part.read[op.micro_batch]
             batch = run.inputs.packed(op.micro_batch, inputs, targets).to(self._world.device)
+            if batch.cut is not None:
+                batch = replace(batch, prefixes=run.prefixes)
             run.batches[op.micro_batch] = batch
         return batch
 

@@ -258,6 +258,7 @@ class Executor:
         # same whatever the plan; it is taken in slab and micro-batch order afterwards.
         # The last signal is this class's own: whether hand-overs can go through host memory.
         # A group may be destroyed when all have passed the norm after its last use.
+        run.prefixes.finish()
         self._shards.settle()
         if run.training:
             self._swap.begin(self._to_update(run))

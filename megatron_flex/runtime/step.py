@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch.autograd.graph import GradientEdge
 
 from megatron_flex.data.packed import PackedBatch
+from megatron_flex.model.prefix import PrefixStore
 from megatron_flex.model.tape import Tape
 from megatron_flex.runtime.clock import Measured
 from megatron_flex.runtime.memory import Expected
@@ -75,6 +76,7 @@ class Run:
         recompute, at_once: units that run again, and units whose weight half is in the input half.
         scattered: slabs of whose gradient this device has the sum of its own part only, and the
             first holder.
+        prefixes: keys and values of samples that are cut to slices.
         ahead: operations that each micro-batch still has on this device.
         travels: which activations go to the host; ``leaving`` those that do next.
     """
@@ -98,6 +100,7 @@ class Run:
         plan = self.part.plan
         computes = [i for i in self.part.instructions if isinstance(i, Compute)]
         self.ahead = Counter(i.micro_batch for i in computes)
+        self.prefixes = PrefixStore(training=self.training)
         self.tapes: dict[Key, Tape] = {}
         self.recompute: frozenset[int] = frozenset()
         self.at_once = at_once(plan.o_plan)

@@ -398,7 +398,7 @@ def test_every_place_with_dropout_drops_in_its_own_way() -> None:
 
 def test_a_cut_sample_is_refused_by_attention() -> None:
     config = make_config()
-    batch = dataclasses.replace(make_batch((5,), config), starts=(3,))
+    batch = dataclasses.replace(make_batch((5,), config), starts=(3,), totals=(8,))
     blocks = build_model(config)
     with pytest.raises(ValueError, match="whole"):
         blocks[1](blocks[0](None, batch), batch)
