@@ -53,15 +53,20 @@ class Cut:
         """Whether the plan says how to cut."""
         return self.by_cost and self.tokens is None
 
+    def target(self, planned: int = 0) -> int:
+        """What a batch is cut by under a plan that says ``planned``; 0: not by cost."""
+        if not self.by_cost:
+            return planned
+        return self.tokens or planned or DEFAULT_TARGET
+
     def micro_batches(self, batch: GlobalBatch, target: int = 0) -> tuple[MicroBatch, ...]:
         """The micro-batches of a batch, the same everywhere.
 
         Args:
             target: what the plan says, in tokens of a sample that costs as much; 0: nothing.
         """
-        if self.by_cost:
-            wanted = self.tokens or target or DEFAULT_TARGET
-            return cut_by_cost(batch, wanted, self.cost, sliced=self.sliced)
+        if self.by_cost or target:
+            return cut_by_cost(batch, self.target(target), self.cost, sliced=self.sliced)
         if self.slice_tokens:
             return self._in_slices(batch)
         return self._whole(batch)

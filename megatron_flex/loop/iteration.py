@@ -36,9 +36,6 @@ def cost_coefficients(config: ModelConfig) -> CostCoefficients:
     return CostCoefficients(1.0, work.quadratic / work.linear)
 
 
-_EXECUTED = False  # slices are planned, not yet executed
-
-
 def run_cut(config: Config, cost: CostCoefficients) -> Cut:
     """How a run's batches are cut, by its flags."""
     tokens, count = config.data.micro_batch_tokens, config.training.micro_batch_size
@@ -47,8 +44,8 @@ def run_cut(config: Config, cost: CostCoefficients) -> Cut:
     wanted = config.flexpipe.slice_tokens
     if wanted is None:
         # BERT looks at all tokens of a sample: it cannot be cut.
-        sliced = flexible and config.architecture == "gpt" and _EXECUTED
-        return Cut(tokens, count, 0, sliced or (flexible and tokens is None), sliced, cost)
+        sliced = config.architecture == "gpt"
+        return Cut(tokens, count, 0, flexible and (sliced or tokens is None), sliced, cost)
     if wanted and tokens is None and count is None:
         tokens = wanted
     return Cut(tokens, count, wanted, by_cost=flexible and tokens is None, cost=cost)

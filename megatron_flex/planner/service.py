@@ -345,7 +345,7 @@ class Service:
         try:
             target = Plan.parse(task.plan).cut
             parts = micro_batches(self._setup.cut, task.lengths, target)
-            made = self.make(task, Batch.of(parts, target))
+            made = self.make(task, Batch.of(parts, self._setup.cut.target(target)))
         except ValueError as error:
             return Done(task, None, str(error), time.perf_counter() - began)
         package = pack(made, task.name, digest(parts), times=self._setup.times)

@@ -31,7 +31,7 @@ def micro_batches(cut: Cut, lengths: Iterable[int], target: int = 0) -> tuple[Mi
 
 def batch_of(cut: Cut, lengths: Iterable[int], target: int = 0) -> Batch:
     """The same as numbers."""
-    return Batch.of(micro_batches(cut, lengths, target), target if cut.open else 0)
+    return Batch.of(micro_batches(cut, lengths, target), cut.target(target))
 
 
 def ways(cut: Cut, lengths: Iterable[int], devices: int) -> list[Batch]:

@@ -107,6 +107,13 @@ def test_slices_of_so_many_tokens_and_what_is_left(length: int, tokens: int) -> 
     assert sizes[-1] <= tokens
 
 
+def test_a_recorded_target_counts_where_nobody_plans() -> None:
+    lengths = batch([5000, 100, 100])
+    replayed, planned = Cut(1000, sliced=True), Cut(1000, by_cost=True, sliced=True)
+    assert replayed.micro_batches(lengths, 1000) == planned.micro_batches(lengths)
+    assert replayed.micro_batches(lengths) == Cut(1000).micro_batches(lengths)
+
+
 def test_a_plan_s_target_counts_where_flags_leave_it_open() -> None:
     lengths = batch([5000, 100, 100])
     open_, fixed = Cut(by_cost=True, sliced=True), Cut(1000, by_cost=True, sliced=True)
