@@ -157,7 +157,7 @@ def _write(
     ranks.gather(f"opening the {what}", lambda: _require_shared(temporary))
     planner = DigestPlanner(model, tensors)
     lazy = isinstance(tensors, LazyTensors)
-    writer = DigestWriter(temporary, ranks, f"writing the {what}", in_order=lazy)
+    writer = DigestWriter(temporary, ranks, f"writing the {what}", lazy=lazy)
     try:
         with quiet(ranks.group is None):
             dcp_save(

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import io
 import os
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,9 @@ from megatron_flex.checkpoint.errors import CheckpointError
 from megatron_flex.checkpoint.manifest import FileEntry, TensorEntry, tensor_entry
 from megatron_flex.checkpoint.ranks import Ranks
 from megatron_flex.checkpoint.vocabulary import token_rows
+
+LAZY_FILE = 64 << 20
+"""Bytes from which on a file of tensors that are made meanwhile is closed."""
 
 
 class DigestPlanner(DefaultSavePlanner):
@@ -50,22 +54,24 @@ class DigestPlanner(DefaultSavePlanner):
 
 
 class DigestWriter(FileSystemWriter):
-    """One file a rank; ``files`` has an entry for each file that this rank wrote.
+    """One file a rank; ``files`` has an entry for each file that this rank wrote. With ``lazy``
+    there are several: the base class holds the tensors of a file until it is complete.
 
     The ranks meet when all have written, with the time-out of ``ranks`` and not the group's:
     the collective with which torch.distributed.checkpoint goes on never waits for a disk.
     One thread, as an exception in a further thread of the base class would be lost.
     """
 
-    def __init__(self, path: Path, ranks: Ranks, step: str, in_order: bool) -> None:
+    def __init__(self, path: Path, ranks: Ranks, step: str, *, lazy: bool) -> None:
         super().__init__(
             path,
             single_file_per_rank=True,
             sync_files=True,
             thread_count=1,
             # Without it tensors are written in their order: those that are made meanwhile need it.
-            per_thread_copy_ahead=0 if in_order else 10_000_000,
+            per_thread_copy_ahead=0 if lazy else 10_000_000,
         )
+        self._lazy = lazy
         self._hashing = _HashingFileSystem()
         self.fs = self._hashing
         self._ranks = ranks
@@ -81,14 +87,36 @@ class DigestWriter(FileSystemWriter):
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's file and wait for the other ranks'."""
-        result: list[Future[list[WriteResult]]] = []
+        results: list[WriteResult] = []
         base = super().write_data
+
+        def write() -> None:
+            for part in _parts(plan) if self._lazy else [plan]:
+                results.extend(base(part, planner).wait())
+
         try:
-            self._ranks.gather(self._step, lambda: result.append(base(plan, planner)))
+            self._ranks.gather(self._step, write)
         except CheckpointError as error:
             self.error = error
             raise
-        return result[0]
+        done: Future[list[WriteResult]] = Future()
+        done.set_result(results)
+        return done
+
+
+def _parts(plan: SavePlan) -> Iterator[SavePlan]:
+    """The plan cut to files of about :data:`LAZY_FILE` bytes, in the order of its tensors."""
+    groups: list[list[WriteItem]] = [[]]
+    size = 0
+    for item in plan.items:
+        if size >= LAZY_FILE:
+            groups.append([])
+            size = 0
+        groups[-1].append(item)
+        size += item.tensor_storage_size() or 0
+    for number, group in enumerate(groups):
+        place = replace(plan.storage_data, prefix=f"{plan.storage_data.prefix}{number}_")
+        yield replace(plan, items=group, storage_data=place)
 
 
 class _HashingFileSystem(FileSystem):

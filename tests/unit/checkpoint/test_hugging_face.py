@@ -15,6 +15,7 @@ import transformers
 from safetensors.torch import save_file
 
 from megatron_flex.arguments import parse
+from megatron_flex.checkpoint import writer
 from megatron_flex.checkpoint.conversion.flex import write_flex
 from megatron_flex.checkpoint.conversion.hugging_face.directory import (
     read_config,
@@ -284,3 +285,37 @@ def test_shards_are_cut_between_tensors() -> None:
     assert [list(s.forms) for s in plan_shards(forms, 80)] == [["0", "1"], ["2", "3"], ["4"]]
     assert [s.file for s in plan_shards(forms, 200)] == ["model.safetensors"]
     assert len(plan_shards(forms, 1)) == 5
+
+
+def _peak_above(start: int) -> int:
+    """Bytes by which the memory of this process has been above ``start`` since the last reset."""
+    text = Path("/proc/self/status").read_text()
+    return 1024 * int(text.split("VmHWM:")[1].split()[0]) - start
+
+
+def _reset_peak() -> int:
+    """Forget the peak; returns the bytes in memory now."""
+    try:
+        Path("/proc/self/clear_refs").write_text("5")
+    except OSError as error:
+        pytest.skip(f"the peak of memory cannot be reset here: {error}")
+    text = Path("/proc/self/status").read_text()
+    return 1024 * int(text.split("VmRSS:")[1].split()[0])
+
+
+def test_a_few_layers_are_in_memory_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(writer, "LAZY_FILE", 1)
+    name, layers = "llama 2", 24
+    sizes = {"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": layers}
+    model = make(name, **sizes)
+    layer = sum(p.nbytes for p in model.model.layers[0].parameters())
+    model.save_pretrained(tmp_path / "there")
+    del model
+    start = _reset_peak()
+    assert to_flex(tmp_path / "there", tmp_path / "here") == 0
+    assert _peak_above(start) < 8 * layer
+    start = _reset_peak()
+    assert to_hf(tmp_path / "here", tmp_path / "back") == 0
+    assert _peak_above(start) < 8 * layer
