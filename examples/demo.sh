@@ -54,13 +54,12 @@ GPT_MODEL_ARGS=(
   --num-layers 4
   --hidden-size 128
   --num-attention-heads 4
-  --seq-length 1024
+  --seq-length 8192
   --position-embedding-type rope
   --hidden-dropout 0
   --attention-dropout 0
 )
 TRAINING_ARGS=(
-  --micro-batch-tokens 1024
   --global-batch-size 16
   --train-iters "$last"
   --lr 3e-3

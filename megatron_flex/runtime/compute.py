@@ -15,6 +15,7 @@ from megatron_flex.data.packed import PackedBatch
 from megatron_flex.model.tape import recording
 from megatron_flex.runtime import exact
 from megatron_flex.runtime.activations import ActivationOffload
+from megatron_flex.runtime.anticipate import anticipated
 from megatron_flex.runtime.clock import Clock
 from megatron_flex.runtime.holdings import Holdings
 from megatron_flex.runtime.recompute import recomputed
@@ -41,6 +42,7 @@ class Passes:
         self._clock = clock
         self._arrived = arrived
         self._slabs_of = [unit.slabs for unit in holdings.config.layers.units]
+        self._head = len(self._slabs_of) - 1
         self._activations = ActivationOffload(world.device)
 
     def forward(self, run: Run, op: Forward) -> None:
@@ -62,6 +64,12 @@ class Passes:
             # The embedding keeps nothing, so there is nothing to recompute.
             if unit in run.recompute and hidden is not None:
                 hidden = recomputed(block, hidden, batch)
+            elif unit == self._head and run.training and batch.cut is not None:
+                assert hidden is not None
+                with recording(None):
+                    hidden = anticipated(block, hidden, batch, self._loss_scale(run))
+                if self._holdings.exact:
+                    self._accumulate(run, unit)
             else:
                 owed = None if unit in run.at_once else tape
                 with self._saving(run, op, unit, hidden), recording(owed):
@@ -118,7 +126,7 @@ class Passes:
         torch.autograd.backward(edge, gradient)
         self._activations.done((op.stage, op.micro_batch))
         if self._holdings.exact:
-            self._accumulate(run, op)
+            self._accumulate_stage(run, op)
         if source is not None:
             assert source.grad is not None
             if (op.stage, op.micro_batch) not in run.part.returned:
@@ -132,7 +140,7 @@ class Passes:
         self._move_activations(run, op)
         run.tapes.pop((op.stage, op.micro_batch)).run()
         if self._holdings.exact:
-            self._accumulate(run, op)
+            self._accumulate_stage(run, op)
         self._passed(run, op)
 
     def _loss_scale(self, run: Run) -> torch.Tensor:
@@ -151,7 +159,7 @@ class Passes:
             run.batches[op.micro_batch] = batch
         return batch
 
-    def _accumulate(self, run: Run, op: Compute) -> None:
+    def _accumulate_stage(self, run: Run, op: Compute) -> None:
         """Move what this pass has completed of the gradients into the exact sums.
 
         The two halves of a backward complete different parts, and each part is rounded before
@@ -162,10 +170,14 @@ class Passes:
             whole = isinstance(op, Backward) or unit in run.at_once
             if whole and isinstance(op, BackwardWeight):
                 continue
-            for number in self._slabs_of[unit]:
-                slab, part = self._holdings.slabs[number], None
-                if not whole:
-                    decayed, end = slab.layout.decayed, slab.layout.numel
-                    part = (decayed, end) if isinstance(op, BackwardInput) else (0, decayed)
-                if not exact.accumulate(slab, unit, part):
-                    run.squares[number] = math.nan
+            self._accumulate(run, unit, None if whole else type(op))
+
+    def _accumulate(self, run: Run, unit: int, half: type[Compute] | None = None) -> None:
+        """The same of one unit, after a half of a backward or after all of it."""
+        for number in self._slabs_of[unit]:
+            slab, part = self._holdings.slabs[number], None
+            if half is not None:
+                decayed, end = slab.layout.decayed, slab.layout.numel
+                part = (decayed, end) if half is BackwardInput else (0, decayed)
+            if not exact.accumulate(slab, unit, part):
+                run.squares[number] = math.nan
