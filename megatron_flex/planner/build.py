@@ -258,6 +258,15 @@ class ModelCosts:
         """Bytes a token that a pass needs while it runs: the most of any unit in the element."""
         return np.array([max(self.profile.kinds[k].transient for k in ks) for ks in self.kinds])
 
+    def _transient(self, *, sliced: bool) -> Array:
+        """:attr:`transient`, with all that a head holds while it runs where it keeps nothing."""
+        if not sliced:
+            return self.transient
+        found = self.transient.copy()
+        head = self.profile.kinds[Kind.HEAD]
+        found[-1] = max(found[-1], head.transient + head.activation)
+        return found
+
     @cached_property
     def travelling(self) -> Array:
         """Bytes that move with an element: parameters and optimizer state (no gradients)."""
@@ -345,9 +354,14 @@ class ModelCosts:
         given = self.options.whole_budget
         return self.budget if given is None else float(given)
 
-    def _element_kind(self, kinds: tuple[Kind, ...], forward: float) -> ElementKind:
+    def _element_kind(
+        self, kinds: tuple[Kind, ...], forward: float, *, sliced: bool
+    ) -> ElementKind:
         options, memory = self.options, self.memory
         activation = sum(self.profile.kinds[k].activation for k in kinds)
+        if sliced and Kind.HEAD in kinds:  # a slice's head keeps its input's gradient only
+            head = self.profile.kinds[Kind.HEAD].activation
+            activation -= head - min(head, self.profile.boundary)
         kept: float | None = None
         if options.memory_optimisation and options.recompute:
             parts = [memory[k].kept for k in kinds]
@@ -378,11 +392,11 @@ class ModelCosts:
             largest_reduce=self.largest_reduce,
             state=self.state,
             optimizer=self.optimizer,
-            transient=self.transient,
+            transient=self._transient(sliced=bool(batch.chains)),
             update=self.update,
             kind=kind,
             kinds=tuple(
-                self._element_kind(k, float(forward_sum[e]))
+                self._element_kind(k, float(forward_sum[e]), sliced=bool(batch.chains))
                 for k, e in zip(distinct, which, strict=True)
             ),
             tied=self.tied,

@@ -114,6 +114,16 @@ def op_costs(costs: ModelCosts, plan: Plan, batch: Batch) -> OpCosts:
         "activation": held,
     }
     if batch.chains:
+        # The head of a slice runs its backward at once and keeps its input's gradient only.
+        cut = batch.sliced > 0
+        first, second = (
+            c[:, -1] @ basis * cut for c in (costs.backward_input, costs.backward_weight)
+        )
+        forward[-1] += first + second
+        inputs[-1] -= first + second * (1.0 - waits[-1])
+        weights[-1] -= second * waits[-1]
+        held[-1] -= (kept[-1] - min(kept[-1], costs.profile.boundary)) * batch.tokens * cut
+        np.maximum(weights, 0.0, out=weights)
         chain = chain_bytes(costs.config)
         units = [float(kind is Kind.ATTENTION) for kinds in costs.kinds for kind in kinds]
         sizes = (chain.keys_values + chain.gradients) * np.add.reduceat(units, starts)
@@ -174,6 +184,13 @@ def static_bytes(costs: ModelCosts, plan: Plan, batch: Batch) -> list[float]:
         held = (plan.stages[s] for s in plan.stages_of(device))
         transient = max(costs.in_range(s.start, s.stop)[2] for s in held)
         world[device] += (transient + MESSAGE_BUFFERS * costs.profile.boundary) * most
+    if batch.chains:
+        # What a head holds while it runs, where it is not held for the backward.
+        whole = costs.transient[-1] + costs.activation[-1]
+        for device in plan.stages[-1].group:
+            held = (plan.stages[s] for s in plan.stages_of(device))
+            transient = max(costs.in_range(s.start, s.stop)[2] for s in held)
+            world[device] += max(0.0, whole - transient) * float(batch.sliced.max())
     return world
 
 
