@@ -13,17 +13,21 @@ from collections import Counter, deque
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import cached_property
+from operator import ge
 
 from megatron_flex.model.config import ModelConfig
 from megatron_flex.model.layers import Kind, Unit
 from megatron_flex.planner.memory import (
+    ChainBytes,
     boundary_bytes,
+    chain_bytes,
     slab_elements,
     state_bytes,
 )
-from megatron_flex.planner.passes import Level, Passes, passes
+from megatron_flex.planner.passes import Level, Passes, passes, slice_passes
 from megatron_flex.planner.plan import OPlan, Plan, Stage
 from megatron_flex.schedule.instructions import (
+    Backward,
     BackwardInput,
     BackwardWeight,
     Compute,
@@ -75,6 +79,48 @@ def _highest(lines: Lines, tokens: float) -> float:
 
 
 @dataclass(frozen=True)
+class _SliceLine:
+    """Bytes at one moment of a pass whose micro-batch holds a slice.
+
+    ``before`` and ``own`` are the attention units of the stage that have run in this pass, and
+    those that have begun.
+    """
+
+    level: Level
+    before: int
+    own: int
+
+    def __call__(self, tokens: float, sliced: float, begun: float, ended: float) -> float:
+        """Bytes, where each unit that begins takes ``begun`` and then gives up ``ended``."""
+        return self.level(tokens, sliced) + self.own * begun - self.before * ended
+
+
+_SliceLines = tuple[_SliceLine, ...]
+
+
+def _pruned(lines: Sequence[_SliceLine]) -> _SliceLines:
+    """The lines without those that lie below another one whatever the micro-batch."""
+
+    def corners(line: _SliceLine) -> tuple[float, ...]:
+        x = line.level
+        # A slice has no more tokens than its micro-batch.
+        return x.fixed, x.token, x.token + x.sliced, line.own, -line.before
+
+    kept: list[_SliceLine] = []
+    for line in sorted(set(lines), key=corners, reverse=True):
+        own = corners(line)
+        if not any(all(map(ge, corners(other), own)) for other in kept):
+            kept.append(line)
+    return tuple(kept)
+
+
+def _most(
+    lines: _SliceLines, tokens: float, sliced: float, begun: float = 0.0, ended: float = 0.0
+) -> float:
+    return max(line(tokens, sliced, begun, ended) for line in lines)
+
+
+@dataclass(frozen=True)
 class _StagePasses:
     """Bytes of the passes of one stage.
 
@@ -94,6 +140,21 @@ class _StagePasses:
     backward_weight: Lines
 
 
+@dataclass(frozen=True)
+class _SlicePasses:
+    """The same of a stage's passes where the micro-batch holds a slice; the rest is as it was.
+
+    ``units`` of the stage are attention: each has buffers of its own.
+    """
+
+    left: Level
+    travels: Level
+    units: int
+    forward: _SliceLines
+    backward: _SliceLines
+    backward_input: _SliceLines
+
+
 class Footprint:
     """What programs of one model take.
 
@@ -103,6 +164,7 @@ class Footprint:
 
     Attributes:
         elements: padded elements of every slab.
+        chains: bytes a token of what an attention unit holds of a sample that is cut to slices.
     """
 
     def __init__(self, config: ModelConfig, *, exact: bool = False) -> None:
@@ -114,6 +176,9 @@ class Footprint:
         self._hidden = boundary_bytes(config)
         self.elements = slab_elements(config)
         self._stages: dict[tuple[int, int, OPlan], _StagePasses] = {}
+        self._sliced: dict[tuple[int, int, OPlan], _SlicePasses] = {}
+        self._slice_passes = {**self._passes, Kind.ATTENTION: slice_passes(config)}
+        self.chains: ChainBytes = chain_bytes(config)
         # Of the last plan: holders of every slab, and which are sharded.
         self._holders: tuple[Plan, tuple[tuple[int, ...], ...], frozenset[int]] | None = None
 
@@ -237,65 +302,41 @@ class Footprint:
         return self._stages[key]
 
     def _stage_passes(self, units: Sequence[Unit], o: OPlan) -> _StagePasses:
-        hidden, last = self._hidden, units[-1].kind is Kind.HEAD
-        forward: list[Level] = []
-        backward: list[Level] = []
-        left = away = 0.0  # bytes a token that the units so far keep, inputs included
-        begun: list[tuple[Unit, Passes, float, Sequence[Level]]] = []
-        for number, unit in enumerate(units):
-            p = self._passes[unit.kind]
-            again = unit.index in o.recompute and unit.kind is not Kind.EMBEDDING
-            if unit.kind is not Kind.EMBEDDING:
-                left += hidden  # its input
-            forward += [_above(x, left) for x in (p.unkept if again else p.forward)]
-            kept = 0.0 if again else p.kept
-            final = number + 1 == len(units)
-            # The gradient that the backward began with stays to its end, besides the one of this
-            # unit's output.
-            grads = 0.0 if last and final else hidden
-            if not final:
-                grads = hidden if last else 2 * hidden
-            levels = list(p.backward)
-            if again:
-                levels = [*p.forward, *(_above(x, p.kept) for x in p.backward)]
-            backward += [_above(x, left + kept + grads) for x in levels]
-            begun.append((unit, p, left + kept + grads, levels))
-            left += kept
-            away += kept if unit.index in o.activations else 0.0
-        output = 0.0 if last else hidden
+        levels = _StageLevels(self._passes, units, o, self._hidden, self._config)
         attends = any(unit.kind is Kind.ATTENTION for unit in units)
+        output = 0.0 if units[-1].kind is Kind.HEAD else self._hidden
+        lists = (levels.forward, levels.backward, levels.first, levels.second)
+        lines = [_envelope([level for _, level in found]) for found in lists]
         context = self._context if attends else 0.0
-        owed, first, second = self._halves(begun, at_once(o))
-        lines = map(_envelope, (forward, backward, first, second))
-        return _StagePasses(left, away, output, context, owed, *lines)
+        return _StagePasses(
+            levels.left.token, levels.away.token, output, context, levels.owed, *lines
+        )
 
-    def _halves(
-        self, begun: Sequence[tuple[Unit, Passes, float, Sequence[Level]]], whole: Set[int]
-    ) -> tuple[float, list[Level], list[Level]]:
-        """A split backward: bytes a token owed between the halves, and the levels of both.
+    def _slices(self, stage: Stage, o: OPlan) -> _SlicePasses:
+        key = (stage.start, stage.stop, o)
+        if key not in self._sliced:
+            if len(self._sliced) >= _REMEMBERED:
+                self._sliced.clear()
+            units = self._units[stage.start : stage.stop]
+            levels = _StageLevels(self._slice_passes, units, o, self._hidden, self._config)
+            places = [i for i, unit in enumerate(units) if unit.kind is Kind.ATTENTION]
 
-        Args:
-            begun: for each unit of the stage, bytes a token in use when its backward begins, and
-                the levels of a fused backward.
-            whole: units that owe nothing.
-        """
-        owed = 0.0
-        first: list[Level] = []
-        second: list[Level] = []
-        final = begun[-1][0]
-        # Without dropout the last unit owes the very gradient that the backward began with.
-        apart = self._config.hidden_dropout > 0.0 or final.kind is Kind.HEAD or final.index in whole
-        shared = 0.0 if apart else self._hidden
-        for unit, p, above, fused in reversed(begun):
-            above += owed - (0.0 if unit is final else shared)
-            if unit.index in whole:
-                first += [_above(x, above) for x in fused]
-                continue
-            first += [_above(x, above) for x in p.backward_input]
-            second += [_above(x, -owed) for x in p.backward_weight]
-            owed += p.owed
-        # Weight halves free in the same order.
-        return owed, first, [_above(x, owed) for x in second]
+            def lines(found: Sequence[tuple[int, Level]], *, back: bool) -> _SliceLines:
+                made = []
+                for place, level in found:
+                    before = sum(p > place if back else p < place for p in places)
+                    made.append(_SliceLine(level, before, before + (place in places)))
+                return _pruned(made)
+
+            self._sliced[key] = _SlicePasses(
+                levels.left,
+                levels.away,
+                len(places),
+                lines(levels.forward, back=False),
+                lines(levels.backward, back=True),
+                lines(levels.first, back=True),
+            )
+        return self._sliced[key]
 
     @cached_property
     def _context(self) -> float:
@@ -307,21 +348,138 @@ class Footprint:
 
     # ---- programs ----------------------------------------------------------------------------
 
-    def peaks(self, program: Program) -> tuple[float, ...]:
+    def peaks(self, program: Program, sliced: Sequence[int] = ()) -> tuple[float, ...]:
         """Peak bytes on every device of the world."""
         devices = range(len(program.instructions))
-        return tuple(max(self.device(program, device)) for device in devices)
+        return tuple(max(self.device(program, device, sliced)) for device in devices)
 
-    def device(self, program: Program, device: int) -> tuple[float, float]:
-        """Peak bytes on one device: up to the global norm, and in the updates after it."""
-        return _Replay(self, program, device).run()
+    def device(
+        self, program: Program, device: int, sliced: Sequence[int] = ()
+    ) -> tuple[float, float]:
+        """Peak bytes on one device: up to the global norm, and in the updates after it.
+
+        Args:
+            program: with the chains of its micro-batches.
+            device: one of its devices.
+            sliced: tokens of the slice of a longer sample in each micro-batch; 0: there is none.
+                Without it the program's chains are counted as if they were whole samples.
+        """
+        return _Replay(self, program, device, sliced).run()
+
+
+class _StageLevels:
+    """Levels of the passes of one stage, each with its unit's place in it.
+
+    Attributes:
+        left: what a forward leaves to its backward, the inputs of units included.
+        away: what of it may travel to the host.
+        owed: bytes a token between the halves of a split backward.
+        forward, backward, first, second: levels of the passes; the last two are the halves.
+    """
+
+    def __init__(
+        self,
+        passes: Mapping[Kind, Passes],
+        units: Sequence[Unit],
+        o: OPlan,
+        hidden: float,
+        config: ModelConfig,
+    ) -> None:
+        """``hidden`` is the size of a token between units."""
+        last = units[-1].kind is Kind.HEAD
+        self.forward: list[tuple[int, Level]] = []
+        self.backward: list[tuple[int, Level]] = []
+        self.left = self.away = Level(0.0, 0.0)
+        begun: list[tuple[Passes, Level, Sequence[Level]]] = []
+        for number, unit in enumerate(units):
+            p = passes[unit.kind]
+            again = unit.index in o.recompute and unit.kind is not Kind.EMBEDDING
+            if unit.kind is not Kind.EMBEDDING:
+                self.left += Level(0.0, hidden)  # its input
+            for level in p.unkept if again else p.forward:
+                self.forward.append((number, level + self.left))
+            full = Level(0.0, p.kept, p.kept_sliced)
+            kept = Level(0.0, 0.0) if again else full
+            final = number + 1 == len(units)
+            # The gradient that the backward began with stays to its end, besides the one of this
+            # unit's output.
+            grads = 0.0 if last and final else hidden
+            if not final:
+                grads = hidden if last else 2 * hidden
+            levels = list(p.backward)
+            if again:
+                levels = [*p.forward, *(level + full for level in p.backward)]
+            above = self.left + kept + Level(0.0, grads)
+            self.backward += [(number, level + above) for level in levels]
+            begun.append((p, above, levels))
+            self.left += kept
+            self.away += kept if unit.index in o.activations else Level(0.0, 0.0)
+        self._halves(units, begun, at_once(o), hidden, config)
+
+    def _halves(
+        self,
+        units: Sequence[Unit],
+        begun: Sequence[tuple[Passes, Level, Sequence[Level]]],
+        whole: Set[int],
+        hidden: float,
+        config: ModelConfig,
+    ) -> None:
+        """A split backward: what is owed between the halves, and the levels of both.
+
+        Args:
+            units: of the stage.
+            begun: for each, what is in use when its backward begins, and the levels of a fused one.
+            whole: units that owe nothing.
+            hidden: bytes of a token between units.
+            config: the model.
+        """
+        self.owed = 0.0
+        self.first: list[tuple[int, Level]] = []
+        second: list[tuple[int, Level]] = []
+        final = units[-1]
+        # Without dropout the last unit owes the very gradient that the backward began with.
+        apart = config.hidden_dropout > 0.0 or final.kind is Kind.HEAD or final.index in whole
+        shared = 0.0 if apart else hidden
+        for number, unit in reversed(list(enumerate(units))):
+            p, above, fused = begun[number]
+            above += Level(0.0, self.owed - (0.0 if unit is final else shared))
+            if unit.index in whole:
+                self.first += [(number, level + above) for level in fused]
+                continue
+            self.first += [(number, level + above) for level in p.backward_input]
+            second += [(number, _above(level, -self.owed)) for level in p.backward_weight]
+            self.owed += p.owed
+        # Weight halves free in the same order.
+        self.second = [(number, _above(level, self.owed)) for number, level in second]
+
+
+class _Chain:
+    """What a device holds of one sample that is cut.
+
+    ``held`` are the stages whose units have its keys; ``tables`` the bytes of its rotary tables.
+    """
+
+    def __init__(self, chain: Sequence[int], tokens: float) -> None:
+        self.first, self.last = chain[0], chain[-1]
+        self.tokens = tokens
+        self.held: set[int] = set()
+        self.tables = 0.0
 
 
 class _Replay:
     """Goes through the instructions of one device."""
 
-    def __init__(self, footprint: Footprint, program: Program, device: int) -> None:
+    def __init__(
+        self, footprint: Footprint, program: Program, device: int, sliced: Sequence[int]
+    ) -> None:
         self.f = footprint
+        self.sliced = sliced
+        self.chain = {
+            m: found
+            for chain in (program.chains if len(sliced) else ())
+            for found in [_Chain(chain, sum(sliced[m] for m in chain))]
+            for m in chain
+        }
         self.tokens = program.tokens
         self.instructions = program.instructions[device]
         o, plan = program.plan.o_plan, program.plan
@@ -335,7 +493,11 @@ class _Replay:
         self.sharded = sharded_slabs(held, footprint._layers)
         # Bytes that the update takes before it gives up the present state, and the change in all.
         self.cut: dict[int, tuple[float, float]] = {}
-        self.passes = {n: footprint._stage(plan.stages[n], o) for n in plan.stages_of(device)}
+        stages = plan.stages_of(device)
+        self.passes = {n: footprint._stage(plan.stages[n], o) for n in stages}
+        self.slices = {n: footprint._slices(plan.stages[n], o) for n in stages if self.chain}
+        whole = (Backward, BackwardInput)
+        self.evaluates = not any(isinstance(i, whole) for i in self.instructions)
         self.sent = 0.0
         receives = (RecvActivation, RecvGradient)
         self.expected = [i.tokens for i in self.instructions if isinstance(i, receives)]
@@ -398,8 +560,22 @@ class _Replay:
         self.leaving = 0.0
         key = self.travels.back.get(op)
         if key is not None:
-            stage, micro_batch = key
-            self._take(self.passes[stage].travels * self.tokens[micro_batch])
+            self._take(self._travels(*key))
+
+    def _travels(self, stage: int, micro_batch: int) -> float:
+        """Bytes that a pass's activations on their way to the host free."""
+        tokens = self.tokens[micro_batch]
+        if micro_batch in self.chain:
+            return self.slices[stage].travels(tokens, self.sliced[micro_batch])
+        return self.passes[stage].travels * tokens
+
+    def _left(self, op: Compute) -> float:
+        """Bytes that a forward leaves to its backward, with its output."""
+        tokens, p = self.tokens[op.micro_batch], self.passes[op.stage]
+        if op.micro_batch in self.chain:
+            left = self.slices[op.stage].left(tokens, self.sliced[op.micro_batch])
+            return left + p.output * tokens
+        return (p.left + p.output) * tokens
 
     def _forward(self, op: Forward) -> None:
         tokens, p = self.tokens[op.micro_batch], self.passes[op.stage]
@@ -407,20 +583,67 @@ class _Replay:
             self.contexts[op.micro_batch] = p.context * tokens
             self._take(self.contexts[op.micro_batch])
         source = self.f.boundary * tokens if op.stage else 0.0  # in use already
-        self.peak = max(self.peak, self.used - source + _highest(p.forward, tokens))
-        self.used += (p.left + p.output) * tokens - source
+        base = self.used - source
+        if op.micro_batch in self.chain:
+            self._forward_slice(op, base)
+        else:
+            self.peak = max(self.peak, base + _highest(p.forward, tokens))
+        self.used += self._left(op) - source
         if (op.stage, op.micro_batch) in self.travels.passes:
-            self.leaving = p.travels * tokens
+            self.leaving = self._travels(op.stage, op.micro_batch)
         self._done(op)
+
+    def _forward_slice(self, op: Forward, base: float) -> None:
+        """The peak of the pass, and the buffers: the first slice makes them."""
+        q, chain = self.slices[op.stage], self.chain[op.micro_batch]
+        keys = self.f.chains.keys_values * chain.tokens
+        makes = keys if op.micro_batch == chain.first else 0.0
+        if makes and q.units and not chain.held:
+            chain.tables = self.f._context * chain.tokens
+            self.used += chain.tables
+            base += chain.tables
+        frees = keys if self.evaluates and op.micro_batch == chain.last else 0.0
+        most = _most(q.forward, self.tokens[op.micro_batch], self.sliced[op.micro_batch], makes)
+        self.peak = max(self.peak, base + most)
+        self.used += q.units * (makes - frees)
+        if q.units:
+            chain.held.add(op.stage)
+        if frees:
+            self._freed(op, chain)
+
+    def _freed(self, op: Compute, chain: _Chain) -> None:
+        """A stage has given up its buffers; the last one also the rotary tables."""
+        chain.held.discard(op.stage)
+        if not chain.held:
+            self.used -= chain.tables
+            chain.tables = 0.0
+
+    def _backward_slice(self, op: Compute, base: float) -> None:
+        """The peak of the pass; the last slice makes the gradients' buffers, the first frees all.
+
+        ``base`` is what is in use besides what the forward left.
+        """
+        q, chain, m = self.slices[op.stage], self.chain[op.micro_batch], op.micro_batch
+        gradients = self.f.chains.gradients * chain.tokens
+        makes = gradients if m == chain.last else 0.0
+        frees = gradients + self.f.chains.keys_values * chain.tokens if m == chain.first else 0.0
+        lines = q.backward_input if isinstance(op, BackwardInput) else q.backward
+        most = _most(lines, self.tokens[m], self.sliced[m], makes, frees)
+        self.peak = max(self.peak, base + most)
+        self.used += q.units * (makes - frees)
+        if frees:
+            self._freed(op, chain)
 
     def _backward(self, op: Compute) -> None:
         tokens, p = self.tokens[op.micro_batch], self.passes[op.stage]
         # What the forward left, and the gradient of its output, are in use already.
-        base = self.used - (p.left + p.output) * tokens
-        split = isinstance(op, BackwardInput)
-        lines = p.backward_input if split else p.backward
-        self.peak = max(self.peak, base + _highest(lines, tokens))
-        self.used = base + (self.f.boundary * tokens if op.stage else 0.0)
+        left, split = self._left(op), isinstance(op, BackwardInput)
+        if op.micro_batch in self.chain:
+            self._backward_slice(op, self.used - left)
+        else:
+            lines = p.backward_input if split else p.backward
+            self.peak = max(self.peak, self.used - left + _highest(lines, tokens))
+        self.used += (self.f.boundary * tokens if op.stage else 0.0) - left
         self.used += p.owed * tokens if split else 0.0
         self._done(op)
 

@@ -6,6 +6,10 @@ the sum is; in bfloat16 it is a buffer of its own first, and then one of float32
 every figure with the allocator's. On CUDA kernels differ a little; there the ratio of measured to
 predicted peaks corrects the planner.
 
+A micro-batch may hold a slice of a longer sample (``model/prefix.py``). Its keys and values are in
+the unit's buffers, which :func:`megatron_flex.planner.memory.chain_bytes` counts, and not kept with
+the micro-batch, and nothing keeps the projection's output alive; see :func:`slice_passes`.
+
 A *level* is a number of bytes above those in use when the pass of the unit began: for a forward
 without its input, for a backward with all that was kept and the gradient of the output in use, for
 a weight half with what the input half left.
@@ -24,14 +28,18 @@ DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 
 @dataclass(frozen=True)
 class Level:
-    """``fixed + token * tokens`` bytes."""
+    """``fixed + token * tokens + sliced * tokens of the slice`` bytes."""
 
     fixed: float
     token: float
+    sliced: float = 0.0
 
-    def __call__(self, tokens: float) -> float:
-        """Bytes for a micro-batch."""
-        return self.fixed + self.token * tokens
+    def __add__(self, other: Level) -> Level:
+        return Level(self.fixed + other.fixed, self.token + other.token, self.sliced + other.sliced)
+
+    def __call__(self, tokens: float, sliced: float = 0.0) -> float:
+        """Bytes for a micro-batch, of whose tokens ``sliced`` are of a sample that is cut."""
+        return self.fixed + self.token * tokens + self.sliced * sliced
 
 
 @dataclass(frozen=True)
@@ -49,6 +57,7 @@ class Passes:
             is among them; with dropout it is a tensor apart.
         backward_input: levels of the input half.
         backward_weight: levels of the weight half, in its order.
+        kept_sliced: bytes that the forward leaves besides, a token of the slice (less than none).
     """
 
     kept: float
@@ -58,11 +67,12 @@ class Passes:
     owed: float
     backward_input: tuple[Level, ...]
     backward_weight: tuple[Level, ...]
+    kept_sliced: float = 0.0
 
 
-def highest(levels: tuple[Level, ...], tokens: float) -> float:
+def highest(levels: tuple[Level, ...], tokens: float, sliced: float = 0.0) -> float:
     """The highest of some levels."""
-    return max(level(tokens) for level in levels)
+    return max(level(tokens, sliced) for level in levels)
 
 
 def passes(config: ModelConfig) -> Mapping[Kind, Passes]:
@@ -74,6 +84,43 @@ def passes(config: ModelConfig) -> Mapping[Kind, Passes]:
         Kind.MLP: _mlp(sizes),
         Kind.HEAD: _head(sizes),
     }
+
+
+def slice_passes(config: ModelConfig) -> Passes:
+    """Memory of the passes of an attention unit where the micro-batch holds a slice.
+
+    What the unit's buffers take is not counted.
+    """
+    s, whole = _Sizes(config), passes(config)[Kind.ATTENTION]
+    grouped = config.num_query_groups < config.num_attention_heads
+    if config.qk_layernorm:  # the norms keep the projection's output; the slice's keys are not kept
+        spared, copied, sliced = 0.0, s.key_value / 2, s.key_value / 2
+    else:  # queries (of groups they are already) and the other samples' keys and values are copied
+        spared = s.query if grouped else 0.0
+        copied, sliced = s.key_value + (0.0 if grouped else s.query), s.key_value
+    kept, after = whole.kept - spared, s.bias_dropout_add
+
+    def less(level: Level) -> Level:
+        # What was kept is in use when the pass begins: as much as for whole samples when it ends.
+        return Level(level.fixed, level.token + spared, level.sliced + sliced)
+
+    # The projection's output is there until the unit's second product is; its copies already.
+    forward = (
+        Level(0.0, whole.kept + copied + s.hidden, -sliced),
+        Level(0.0, kept + after, -sliced),
+    )
+    first, *rest = whole.backward[1:]
+    gradient, *input_rest = whole.backward_input
+    return Passes(
+        kept,
+        forward,
+        whole.unkept,
+        (whole.backward[0], first, *map(less, rest)),
+        whole.owed,
+        (gradient, *map(less, input_rest)),
+        whole.backward_weight,
+        -sliced,
+    )
 
 
 class _Sizes:
@@ -132,6 +179,8 @@ def _attention(s: _Sizes) -> Passes:
     )  # fmt: skip
     projection = c.hidden_size * (heads + 2 * groups) * width
     gone = s.query + copied + head_norms
+    # RMSNorm's own gradients are more than this one, which comes first.
+    residual = s.hidden if c.normalization == "LayerNorm" else 0.0
     output = c.hidden_size * heads * width
     backward = (
         s.gradient(output, s.dropped + s.query),
@@ -146,7 +195,7 @@ def _attention(s: _Sizes) -> Passes:
         2 * s.hidden + qkv + s.query,
         (
             Level(0.0, s.dropped + s.query + qkv),
-            Level(0.0, s.dropped + s.norm_gradients - copied - head_norms),
+            Level(0.0, s.dropped + s.norm_gradients + residual - copied - head_norms),
         ),
         (s.gradient(output), s.gradient(projection, -s.query - s.hidden)),
     )

@@ -11,6 +11,7 @@ import torch
 
 from megatron_flex.data.microbatch import MicroBatch, Slice
 from megatron_flex.data.packed import PackedBatch
+from megatron_flex.model.config import ModelConfig
 from megatron_flex.planner.plan import Plan
 from megatron_flex.programs import build_program
 from megatron_flex.runtime.executor import Executor, StepInputs, StepResult
@@ -55,23 +56,23 @@ def chains_of(parts: Parts) -> tuple[tuple[int, ...], ...]:
     return tuple(map(tuple, found.values()))
 
 
-def fused(stages: int, count: int) -> list[Compute]:
+def fused(stages: int, parts: Parts) -> list[Compute]:
     """All forwards, then all backwards in reverse."""
-    forwards = [Forward(m, s) for m in range(count) for s in range(stages)]
+    forwards = [Forward(m, s) for m in range(len(parts)) for s in range(stages)]
     return [*forwards, *(Backward(o.micro_batch, o.stage) for o in reversed(forwards))]
 
 
-def split(stages: int, count: int) -> list[Compute]:
+def split(stages: int, parts: Parts) -> list[Compute]:
     """The same in halves, weights in the order of the micro-batches."""
-    ops = fused(stages, count)
+    ops = fused(stages, parts)
     first = [BackwardInput(o.micro_batch, o.stage) if isinstance(o, Backward) else o for o in ops]
-    return [*first, *(BackwardWeight(m, s) for m in range(count) for s in range(stages))]
+    return [*first, *(BackwardWeight(m, s) for m in range(len(parts)) for s in range(stages))]
 
 
-def by_chain(stages: int, count: int) -> list[Compute]:
+def by_chain(stages: int, parts: Parts) -> list[Compute]:
     """One chain after the other."""
     found: list[Compute] = []
-    for chain in chains_of(two_chains(LENGTHS, 16)):
+    for chain in chains_of(parts):
         for s in range(stages):
             found += [Forward(m, s) for m in chain]
         for s in reversed(range(stages)):
@@ -79,14 +80,16 @@ def by_chain(stages: int, count: int) -> list[Compute]:
     return found
 
 
-def evaluation(stages: int, count: int) -> list[Compute]:
-    return [Forward(m, s) for s in range(stages) for m in range(count)]
+def evaluation(stages: int, parts: Parts) -> list[Compute]:
+    return [Forward(m, s) for s in range(stages) for m in range(len(parts))]
 
 
-def program_of(plan: Plan, parts: Parts, order: list[Compute], training: bool) -> Program:
+def program_of(
+    config: ModelConfig, plan: Plan, parts: Parts, order: list[Compute], *, training: bool
+) -> Program:
     batches = [MicroBatch(tuple(slices)) for slices in parts]
     wholes = [MicroBatch((Slice.all_of(0, b.tokens),)) for b in batches]
-    built = build_program(CONFIG, plan, wholes, 1, forward_only=not training)
+    built = build_program(config, plan, wholes, 1, forward_only=not training)
     rest = tuple(i for i in built.instructions[0] if not isinstance(i, Compute))
     instructions: tuple[Instruction, ...] = (*order, *rest)
     return replace(built, instructions=(instructions,), chains=chains_of(parts))
@@ -94,15 +97,15 @@ def program_of(plan: Plan, parts: Parts, order: list[Compute], training: bool) -
 
 def run(
     parts: Parts,
-    make: Callable[[int, int], list[Compute]] = fused,
+    make: Callable[[int, Parts], list[Compute]] = fused,
     plan: str = WHOLE,
     exact: bool = False,
 ) -> tuple[StepResult, dict[str, torch.Tensor]]:
     parsed, training = Plan.parse(plan), make is not evaluation
     holdings = Holdings(CONFIG, parsed, 0, CPU, exact=exact)
     executor = Executor(World(0, 1, CPU, timedelta(seconds=10)), holdings, ADAM)
-    order = make(len(parsed.stages), len(parts))
-    program = program_of(parsed, parts, order, training)
+    order = make(len(parsed.stages), parts)
+    program = program_of(CONFIG, parsed, parts, order, training=training)
     tensors: list[PackedBatch] = [packed(slices, CONFIG) for slices in parts]
     step = StepSize(1e-2, 0.1) if training else None
     inputs = StepInputs(lambda m, *_: tensors[m], (sum(LENGTHS),), step)
@@ -126,7 +129,7 @@ def run(
     ids=lambda x: x if isinstance(x, str) else x.__name__,
 )
 def test_a_worker_gives_for_slices_what_it_gives_for_whole_samples(
-    make: Callable[[int, int], list[Compute]], plan: str, exact: bool
+    make: Callable[[int, Parts], list[Compute]], plan: str, exact: bool
 ) -> None:
     expected, state = run(uncut(), exact=exact)
     result, found = run(two_chains(LENGTHS, 16), make, plan, exact)
@@ -146,16 +149,16 @@ def test_an_evaluation_in_slices() -> None:
 def test_what_is_out_of_order_is_refused_by_stage_micro_batch_and_sample() -> None:
     parts = two_chains(LENGTHS, 40)
 
-    def late(stages: int, count: int) -> list[Compute]:
-        found = fused(stages, count)
+    def late(stages: int, parts: Parts) -> list[Compute]:
+        found = fused(stages, parts)
         found[0], found[2] = found[2], found[0]
         return found
 
     with pytest.raises(RuntimeError, match=r"stage 0, micro-batch 2: forward of .* of sample 0"):
         run(parts, late)
 
-    def early(stages: int, count: int) -> list[Compute]:
-        found = split(stages, count)
+    def early(stages: int, parts: Parts) -> list[Compute]:
+        found = split(stages, parts)
         place = [i for i, op in enumerate(found) if isinstance(op, BackwardInput)]
         first, second = (
             next(i for i in place if found[i].micro_batch == m) for m in (4, 2)
@@ -166,8 +169,8 @@ def test_what_is_out_of_order_is_refused_by_stage_micro_batch_and_sample() -> No
     with pytest.raises(RuntimeError, match=r"stage 0, micro-batch 2: backward of .* of sample 0"):
         run(parts, early)
 
-    def unfinished(stages: int, count: int) -> list[Compute]:
-        return fused(stages, count)[:-1]
+    def unfinished(stages: int, parts: Parts) -> list[Compute]:
+        return fused(stages, parts)[:-1]
 
     with pytest.raises(RuntimeError, match="stage 0: not all slices of sample 0 ran backward"):
         run(parts, unfinished)
