@@ -47,9 +47,9 @@ class FlexpipeOptions:
 
     flexpipe_slice_tokens: str = option("auto", own=True)
     """Cut longer samples to slices of so many tokens, which go through the pipeline one after the
-    other: a long sample does not block it then. 0: never. auto: with --flexpipe, GPT's samples are
-    cut to slices that cost as much as other micro-batches do; as much as one of
-    --micro-batch-tokens, or without that flag as suits the iteration; else never."""
+    other: a long sample does not block it then. 0: never. auto: with --flexpipe or
+    --flexpipe-bitwise, GPT's samples are cut to slices that cost as much as other micro-batches do:
+    as a sample of --micro-batch-tokens, or without that flag as suits the iteration; else never."""
 
     flexpipe_planner: Literal["lookahead", "hbsa", "exhaustive", "static"] = option(
         "lookahead", own=True

@@ -39,9 +39,11 @@ def cost_coefficients(config: ModelConfig) -> CostCoefficients:
 def run_cut(config: Config, cost: CostCoefficients) -> Cut:
     """How a run's batches are cut, by its flags."""
     tokens, count = config.data.micro_batch_tokens, config.training.micro_batch_size
-    # Without either flag the plan says how: the planner's, or a recorded one.
-    flexible = count is None and (config.flexpipe.flexpipe or tokens is None)
-    wanted = config.flexpipe.slice_tokens
+    f = config.flexpipe
+    # Without either flag the plan says how: the planner's, or a recorded one. With exact sums all
+    # runs cut alike, planned or not: another cut has other bits.
+    flexible = count is None and (f.flexpipe or f.flexpipe_bitwise or tokens is None)
+    wanted = f.slice_tokens
     if wanted is None:
         # BERT looks at all tokens of a sample: it cannot be cut.
         sliced = config.architecture == "gpt"
