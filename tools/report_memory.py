@@ -168,10 +168,11 @@ def report(
     """The devices that hold a stage."""
     footprint = Footprint(config, exact=bitwise)
     program = build_program(config, plan, parts, devices, policy=schedule)
+    sliced = [0 if p.slices[0].whole else p.slices[0].tokens for p in parts]
     rows = []
     for device in plan.devices:
         stages = [plan.stages[n] for n in plan.stages_of(device)]
-        peak, updates = footprint.device(program, device)
+        peak, updates = footprint.device(program, device, sliced)
         units = ", ".join(f"{s.start}-{s.stop - 1}" for s in stages)
         rows.append(Row(device, units, footprint.held(plan, device), peak, updates))
     return rows

@@ -55,7 +55,7 @@ class Fitter:
         clear = max(price.device_bytes) <= CLEAR * costs.budget
         if price.missing <= 0 and clear and not price.plan.o_plan.lean:
             return price
-        key = (price.plan.stages, pricer.batch.tokens.tobytes(), pricer.batch.squares.tobytes())
+        key = (price.plan.stages, *pricer.batch.key)
         if key not in self._known:
             if len(self._known) > 1000:
                 self._known.clear()

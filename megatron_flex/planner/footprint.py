@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from operator import ge
 
@@ -24,7 +24,7 @@ from megatron_flex.planner.memory import (
     slab_elements,
     state_bytes,
 )
-from megatron_flex.planner.passes import Level, Passes, passes, slice_passes
+from megatron_flex.planner.passes import Level, Passes, passes, slice_head, slice_passes
 from megatron_flex.planner.plan import OPlan, Plan, Stage
 from megatron_flex.schedule.instructions import (
     Backward,
@@ -153,6 +153,8 @@ class _SlicePasses:
     forward: _SliceLines
     backward: _SliceLines
     backward_input: _SliceLines
+    owed: float
+    backward_weight: Lines
 
 
 class Footprint:
@@ -318,7 +320,12 @@ class Footprint:
             if len(self._sliced) >= _REMEMBERED:
                 self._sliced.clear()
             units = self._units[stage.start : stage.stop]
-            levels = _StageLevels(self._slice_passes, units, o, self._hidden, self._config)
+            # What a head keeps of a slice is no activation that could travel.
+            stays = tuple(u for u in o.activations if self._units[u].kind is not Kind.HEAD)
+            o = replace(o, activations=stays)
+            head = slice_head(self._config, alone=len(units) == 1)
+            kinds = {**self._slice_passes, Kind.HEAD: head}
+            levels = _StageLevels(kinds, units, o, self._hidden, self._config)
             places = [i for i, unit in enumerate(units) if unit.kind is Kind.ATTENTION]
 
             def lines(found: Sequence[tuple[int, Level]], *, back: bool) -> _SliceLines:
@@ -335,6 +342,8 @@ class Footprint:
                 lines(levels.forward, back=False),
                 lines(levels.backward, back=True),
                 lines(levels.first, back=True),
+                levels.owed,
+                _envelope([level for _, level in levels.second]),
             )
         return self._sliced[key]
 
@@ -644,11 +653,16 @@ class _Replay:
             lines = p.backward_input if split else p.backward
             self.peak = max(self.peak, self.used - left + _highest(lines, tokens))
         self.used += (self.f.boundary * tokens if op.stage else 0.0) - left
-        self.used += p.owed * tokens if split else 0.0
+        self.used += self._halves(op).owed * tokens if split else 0.0
         self._done(op)
 
+    def _halves(self, op: Compute) -> _StagePasses | _SlicePasses:
+        """What is owed between the halves of a pass."""
+        cut = op.micro_batch in self.chain
+        return self.slices[op.stage] if cut else self.passes[op.stage]
+
     def _backward_weight(self, op: Compute) -> None:
-        tokens, p = self.tokens[op.micro_batch], self.passes[op.stage]
+        tokens, p = self.tokens[op.micro_batch], self._halves(op)
         self.used -= p.owed * tokens
         if p.backward_weight:
             self.peak = max(self.peak, self.used + _highest(p.backward_weight, tokens))

@@ -175,7 +175,8 @@ class Maker:
         program = schedule.program
         validate(program, costs.layers, forward_only=forward_only)
         devices = range(costs.cluster.world_size)
-        memory = tuple(self.footprint.device(program, d) for d in devices)
+        sliced = [int(n) for n in batch.sliced]
+        memory = tuple(self.footprint.device(program, d, sliced) for d in devices)
         return Made(program, placed.schedule, spare, schedule.timeline, memory)
 
 

@@ -123,6 +123,21 @@ def slice_passes(config: ModelConfig) -> Passes:
     )
 
 
+def slice_head(config: ModelConfig, *, alone: bool) -> Passes:
+    """Memory of the passes of a head where the micro-batch holds a slice.
+
+    Its backward runs in its forward, and the gradient of its input is all that is kept
+    (``runtime/anticipate.py``). It takes the place of the input, unless the head is ``alone`` in
+    its stage: what a stage received stays.
+    """
+    s, whole = _Sizes(config), passes(config)[Kind.HEAD]
+    again = (Level(level.fixed, level.token + whole.kept) for level in whole.backward)
+    nothing = Level(0.0, 0.0)
+    forward = (*whole.forward, *again)
+    kept = s.hidden if alone else 0.0
+    return Passes(kept, forward, whole.unkept, (nothing,), 0.0, (nothing,), ())
+
+
 class _Sizes:
     """Bytes a token of the tensors that the modules handle."""
 

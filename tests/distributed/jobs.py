@@ -203,12 +203,13 @@ def train(
             else:
                 program = fault(executor, program)
             broken = True
+        sliced = [0 if p.slices[0].whole else p.slices[0].tokens for p in parts]
         inputs = StepInputs(
             partial(_read, config, parts, masked),
             batch.denominators,
             StepSize(learning_rate=1e-3, weight_decay=0.1),
             count_zeros=count_zeros,
-            memory=Expected(*footprint.device(program, world.rank)),
+            memory=Expected(*footprint.device(program, world.rank, sliced)),
         )
         results.append(executor.run(part_of(program, world.rank), inputs))
         executor.handlers.update(honest)
