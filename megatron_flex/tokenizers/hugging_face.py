@@ -58,9 +58,9 @@ class HuggingFaceTokenizer(_LibraryTokenizer):
     The vocabulary is that of ``tokenizer.json`` and of ``added_tokens_decoder`` in
     ``tokenizer_config.json``. Special tokens are those that ``tokenizer_config.json`` or
     ``special_tokens_map.json`` beside it name; where they say nothing, the one of the usual names
-    that the vocabulary has (none, if it has several). Truncation, padding, dropout and
-    templates that ``tokenizer.json`` stores are switched off: a text is encoded whole, always
-    alike, and nothing is put around it.
+    that ``tokenizer.json`` marks as special (none, if it marks several). Truncation, padding,
+    dropout and templates that ``tokenizer.json`` stores are switched off: a text is encoded whole,
+    always alike, and nothing is put around it.
     """
 
     def __init__(self, path: str | None) -> None:

@@ -67,13 +67,16 @@ class SpecialTokens:
         Args:
             tokenizer: after :meth:`add_to`.
             key: such as ``eos_token``.
-            usual: names that count if no file mentions ``key`` and the vocabulary has one of them.
+            usual: names that count if no file mentions ``key`` and one of them, alone, is marked as
+                special.
 
         Raises:
             TokenizerError: a file names a token that has no id.
         """
         if key not in self.named:
-            found = [i for i in map(tokenizer.token_to_id, usual) if i is not None]
+            # A text of that name in the vocabulary is not special by itself.
+            added = tokenizer.get_added_tokens_decoder().items()
+            found = [i for i, token in added if token.special and token.content in usual]
             return found[0] if len(found) == 1 else None
         name = self.named[key]
         if name is None:

@@ -45,7 +45,8 @@ row   test
       test_an_end_token_that_only_the_configuration_knows_has_its_id;
       test_every_special_token_is_taken_from_the_decoder_or_is_an_error;
       test_a_decoder_that_contradicts_the_vocabulary_is_refused;
-      test_of_several_usual_names_none_is_taken
+      test_of_several_usual_names_none_is_taken;
+      test_a_usual_name_that_is_not_marked_as_special_is_not_taken
 26    end_to_end/test_resume.py:
       test_a_run_whose_weights_are_lost_ends_and_keeps_its_good_checkpoints;
       unit/loop/test_checkpointing.py: test_a_state_that_is_not_finite_is_not_saved;

@@ -160,3 +160,15 @@ def test_of_several_usual_names_none_is_taken(tmp_path: Path) -> None:
     assert tokenizer.eod is None
     with pytest.raises(DataError, match="name eos_token in"):
         Encoder(tokenizer, EncodeOptions(("text",), eod_keys=("text",)))
+
+
+def test_a_usual_name_that_is_not_marked_as_special_is_not_taken(tmp_path: Path) -> None:
+    shutil.copy(WITHOUT_ITS_EOS / "tokenizer.json", tmp_path)
+    assert load(tmp_path).eod == 1
+    content = json.loads((tmp_path / "tokenizer.json").read_text())
+    for token in content["added_tokens"]:
+        token["special"] = False
+    assert (
+        load(changed(WITHOUT_ITS_EOS, tmp_path, added_tokens=content["added_tokens"])).eod is None
+    )
+    assert load(changed(WITHOUT_ITS_EOS, tmp_path, added_tokens=[])).eod is None
