@@ -48,8 +48,16 @@ export PYTHONPATH := $(CURDIR)
 demo: $(VENV)/.runtime $(LIBRARY)
 	PATH="$(abspath $(BIN)):$$PATH" bash examples/demo.sh
 
+# Unit tests are one process each and use all cores; the others start workers of their own.
 test: lint
+ifeq ($(PYTEST_ARGS),)
+	@status=0; \
+	$(BIN)/python -m pytest -q --durations=10 -n logical --maxprocesses 4 --dist worksteal tests/unit tests/gpu || status=1; \
+	$(BIN)/python -m pytest -q --durations=10 tests/distributed tests/end_to_end || status=1; \
+	exit $$status
+else
 	$(BIN)/python -m pytest -q --durations=10 $(PYTEST_ARGS)
+endif
 
 soak: $(VENV)/.dev $(LIBRARY)
 	$(BIN)/python -m pytest -q --durations=20 --soak $(PYTEST_ARGS)

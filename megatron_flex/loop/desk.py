@@ -84,13 +84,14 @@ class Desk:
     def package(self, task: Task, *, patient: bool = False) -> Package:
         """The program of a task: the process's, or made here.
 
-        ``patient``: the process has nothing to do but tasks.
+        ``patient``: the process has nothing to do but tasks. Until it has started, which takes
+        longer than most programs, they are made here.
 
         Raises :class:`PlanError` where there can be none.
         """
-        if not self._heard:
+        if not self._heard and not patient:
             self.expect(task)
-        if task in self._asked:
+        if task in self._asked and (self._heard or not patient):
             patience = PATIENCE_FOR_TASKS if patient and self._heard and not self._stalled else None
             self._listen(lambda: task in self._done, f"'{task.name}'", patience)
         done = self._done.pop(task, None) or self.deputy.done(task)

@@ -84,13 +84,10 @@ class PlannerProcess:
         return reply
 
     def close(self) -> None:
-        """End the process."""
+        """End the process, at once: it keeps nothing."""
         self._asked.put(None)
-        try:
-            self._process.wait(2.0)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        self._process.kill()
+        self._process.wait()
 
     def _write(self, stream: IO[bytes]) -> None:
         with contextlib.suppress(OSError):  # it has ended, and the answers too

@@ -13,9 +13,10 @@ import pytest
 
 from megatron_flex.arguments import parse
 from megatron_flex.cluster.cluster import load
+from megatron_flex.config.config import Architecture
 from megatron_flex.data.batches import BatchSource
 from megatron_flex.data.global_batch import GlobalBatch
-from megatron_flex.loop import planned
+from megatron_flex.loop import desk, planned
 from megatron_flex.loop.assemble import assemble
 from megatron_flex.loop.desk import Desk
 from megatron_flex.loop.iteration import cost_coefficients
@@ -57,16 +58,25 @@ def plans_of(run: runs.Run) -> list[Plan]:
     return [Plan.parse(r.plan) for r in run.history.iterations]
 
 
+def patient(argv: Sequence[str], architecture: Architecture) -> runs.Run:
+    """A run that waits for every decision, however busy the machine is."""
+    before, desk.PATIENCE = desk.PATIENCE, 30.0
+    try:
+        return runs.train(argv, architecture)
+    finally:
+        desk.PATIENCE = before
+
+
 @pytest.mark.parametrize("planner", ["lookahead", "hbsa"])
 def test_planned_training_switches_and_equals_one_worker(
     workers: WorkerPool, data: str, undisturbed: runs.Run, planner: str
 ) -> None:
     # With a whole backward, layouts pay that a split one in a V makes good without a switch.
     fused = ["--flexpipe-schedule", "1f1b"]
-    run = runs.run(workers, 3, flags(data, "--flexpipe-planner", planner, *fused))
+    run = runs.run(workers, 3, flags(data, "--flexpipe-planner", planner, *fused), job=patient)
     runs.assert_same(run, undisturbed)
     decided = [r for r in run.history.iterations if r.notes.get("action")]
-    assert len(decided) > 5, "most decisions were late"  # iterations take milliseconds here
+    assert len(decided) >= len(run.history.iterations) - 1
     if planner == "lookahead":
         assert len({p.stages for p in plans_of(run)}) > 1, "the data caused no switch"
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -124,9 +124,10 @@ def run(
     argv: Sequence[str],
     architecture: Architecture = "gpt",
     timeout: float = 120.0,
+    job: Callable[[Sequence[str], Architecture], Run] = train,
 ) -> Run:
     """Run on ``size`` workers; they must agree about everything but whose state is whose."""
-    accounts = workers.run(size, train, tuple(argv), architecture, timeout=timeout)
+    accounts = workers.run(size, job, tuple(argv), architecture, timeout=timeout)
     state: dict[str, torch.Tensor] = {}
     for account in accounts:
         assert account.losses == accounts[0].losses, "workers disagree about the losses"

@@ -7,7 +7,6 @@ import re
 import shlex
 import shutil
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -57,6 +56,12 @@ def run(words: list[str], place: Path) -> str:
     return done.stdout
 
 
+def python(words: list[str], place: Path, number: int) -> None:
+    """What ``python`` would run, in a process that has imported PyTorch already."""
+    with Job(place / f"job{number}").start(words[0], words[1:], directory=place) as job:
+        assert job.wait(120) == [0], f"python {shlex.join(words)}\n{job.output}"
+
+
 def torchrun(words: list[str], place: Path, number: int) -> str:
     """What ``torchrun`` would start, from workers that have imported everything already."""
     assert words[0] == "--standalone", "a port of its own"
@@ -85,7 +90,7 @@ def test_every_command_works_as_printed(place: Path) -> None:
         elif words[0] == "python":
             if words[1].startswith("benchmarks/"):
                 words = [*words[:2], "--help"]
-            run([sys.executable, *words[1:]], place)
+            python(words[1:], place, number)
         elif words[0] == "torchrun":
             text = torchrun(words[1:], place, number)
             if "--skip-train" in words:
