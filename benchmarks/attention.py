@@ -2,6 +2,7 @@
 """Variable-length attention on the CPU: our kernel against the ways that PyTorch offers.
 
     python benchmarks/attention.py [--tokens 2048] [--heads 4] [--head-size 64] [--repeats 9]
+    python benchmarks/attention.py --slices 256 512 1024 [--length 8192]
 
 Forward and backward of one layer's attention over packed samples, in milliseconds (medians of
 interleaved repeats), for several mixtures of lengths:
@@ -13,6 +14,10 @@ interleaved repeats), for several mixtures of lengths:
 - `padded`: one call over the batch padded to its longest sample.
 
 PyTorch's dropout inside attention keeps the full score matrix on the CPU; it is not compared.
+
+With `--slices`: one sample of `--length` tokens as a whole and in slices of so many tokens, forward
+in order and backward in reverse, in milliseconds of the processor and as time a FLOP by that of the
+whole sample (both do the same products), for float32 and bfloat16, with and without rotary embedding.
 """
 
 from __future__ import annotations
@@ -39,6 +44,7 @@ from megatron_flex.model.attention_cuda import attend_per_sample
 from megatron_flex.model.attention_options import AttentionOptions
 from megatron_flex.model.config import ModelConfig
 from megatron_flex.model.context import PackedContext, context_of
+from megatron_flex.model.prefix import PrefixStore
 
 SMALL, MERGED = 64, 256
 # (weight, median tokens, sigma of the logarithm): FLANv2's lengths, four lognormals.
@@ -136,6 +142,79 @@ class Forms:
         return sdpa(a, b, c, is_causal=True).transpose(1, 2)[self.filled]
 
 
+def run_slices(
+    length: int, tokens: int, mixed: Tensor, grad: Tensor, rotary: bool
+) -> tuple[float, float]:
+    """Processor seconds of forward and of backward of one sample in slices of ``tokens``."""
+    heads, depth = grad.shape[1:]
+    options = AttentionOptions(0, True, depth**-0.5, 0.0, rotary)
+    config, store = model(heads, depth), PrefixStore(training=True)
+    waiting = []
+    forward = backward = 0.0
+    for start in range(0, length, tokens):
+        stop = min(length, start + tokens)
+        batch = PackedBatch((stop - start,), (0,), (start,), totals=(length,), prefixes=store)
+        context = context_of(batch, config, torch.device("cpu"))
+        context.rotary  # noqa: B018 - made once for all layers
+        leaf = mixed[start:stop].clone().requires_grad_()
+        q, k, v = (t.unflatten(1, (heads, depth)) for t in leaf.chunk(3, dim=1))
+        begin = time.process_time()
+        out = attention_cpu.attend(q, k, v, context, options)
+        forward += time.process_time() - begin
+        waiting.append((out, leaf, slice(start, stop)))
+    while waiting:
+        out, leaf, rows = waiting.pop()
+        begin = time.process_time()
+        torch.autograd.grad(out, leaf, grad[rows])
+        backward += time.process_time() - begin
+    return forward, backward
+
+
+def slices(arguments: argparse.Namespace) -> None:
+    """Print the table of slices."""
+    length, heads, depth = arguments.length, arguments.heads, arguments.head_size
+    print(
+        f"one sample of {length} tokens, {heads} heads of {depth}, {torch.get_num_threads()} threads;"
+        f" medians of {arguments.repeats}"
+    )
+    print(
+        f"{'':24s}{'slice':>8s}{'forward ms':>12s}{'backward ms':>12s}{'by whole':>18s}{'sum':>8s}"
+    )
+    for dtype in (torch.float32, torch.bfloat16):
+        for rotary in (False, True):
+            mixed = torch.randn(length, 3 * heads * depth).to(dtype)
+            grad = torch.randn(length, heads, depth).to(dtype)
+            sizes = [length, *arguments.slices]
+            times: dict[int, list[tuple[float, float]]] = {size: [] for size in sizes}
+            for repeat in range(arguments.repeats + 1):
+                for size in sizes:
+                    found = run_slices(length, size, mixed, grad, rotary)
+                    if repeat:
+                        times[size].append(found)
+            # Ratios within a repeat: the machine's speed changes from one to the next.
+            for size in sizes:
+                ratios = [
+                    (a / c, b / d, (a + b) / (c + d))
+                    for (a, b), (c, d) in zip(times[size], times[length], strict=True)
+                ]
+                ahead, back = (1e3 * statistics.median(t) for t in zip(*times[size], strict=True))
+                by = [statistics.median(r) for r in zip(*ratios, strict=True)]
+                label = f"{str(dtype).removeprefix('torch.')}{', rotary' if rotary else ''}"
+                print(
+                    f"{label:24s}{size:8d}{ahead:12.1f}{back:12.1f}"
+                    f"{by[0]:9.3f}{by[1]:9.3f}{by[2]:8.3f}"
+                )
+
+
+def model(heads: int, depth: int) -> ModelConfig:
+    """As much of a model as attention needs."""
+    return ModelConfig(
+        num_layers=1, hidden_size=heads * depth, num_attention_heads=heads, vocab_size=2,
+        padded_vocab_size=2, max_position_embeddings=1, ffn_hidden_size=1, kv_channels=depth,
+        num_query_groups=heads,
+    )  # fmt: skip
+
+
 def main() -> None:
     """Measure and print a table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
@@ -143,13 +222,14 @@ def main() -> None:
     parser.add_argument("--heads", type=int, default=4)
     parser.add_argument("--head-size", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--slices", type=int, nargs="+", default=[], metavar="TOKENS")
+    parser.add_argument("--length", type=int, default=8192, help="of the sample that is sliced")
     arguments = parser.parse_args()
+    if arguments.slices:
+        slices(arguments)
+        return
     tokens, heads, depth = arguments.tokens, arguments.heads, arguments.head_size
-    config = ModelConfig(
-        num_layers=1, hidden_size=heads * depth, num_attention_heads=heads, vocab_size=2,
-        padded_vocab_size=2, max_position_embeddings=1, ffn_hidden_size=1, kv_channels=depth,
-        num_query_groups=heads,
-    )  # fmt: skip
+    config = model(heads, depth)
     mixtures = {
         "FLANv2 mixture": mixture(tokens, seed=0),
         "all of 20 tokens": equal(tokens, 20),

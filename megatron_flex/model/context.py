@@ -90,6 +90,18 @@ class PackedContext:
         """``[samples + 1]`` int32 offsets, as variable-length kernels take them."""
         return torch.tensor(self.offsets, dtype=torch.int32, device=self.device)
 
+    # Of whole samples; a slice's are in attention_cuda.py.
+
+    @property
+    def key_lengths(self) -> tuple[int, ...]:
+        """Keys of each sample: as many as queries."""
+        return self.lengths
+
+    @property
+    def cumulative_key_lengths(self) -> torch.Tensor:
+        """Their offsets."""
+        return self.cumulative_lengths
+
     @cached_property
     def first_tokens(self) -> torch.Tensor:
         """``[samples]`` int64 index of each sample's first token."""

@@ -9,12 +9,14 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_flex.data.microbatch import Slice
 from megatron_flex.data.packed import PackedBatch
 from megatron_flex.model.blocks import Block, HeadBlock, build_block
 from megatron_flex.model.config import ModelConfig
 from megatron_flex.model.dropout import masked_scale, masked_scale_torch
 from megatron_flex.model.keys import token_keys
 from tests.close import assert_close
+from tests.unit.model.slices import packed, train, two_chains
 from tests.unit.model.support import hidden_states, make_batch, make_config, named_parameters, run
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -79,6 +81,31 @@ def test_float32_losses_and_gradients_equal_the_cpus(changes: dict[str, Any]) ->
         assert grad is not None
         assert parameter.grad is not None
         assert_close(grad.cpu(), parameter.grad, 1e-4, name)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("tokens", [7, 64])
+@pytest.mark.parametrize(
+    "changes", [{}, LLAMA, {"qk_layernorm": True}], ids=["gpt", "llama", "normed heads"]
+)
+def test_slices_give_what_whole_samples_give_on_the_cpu(
+    changes: dict[str, Any], tokens: int, dtype: str
+) -> None:
+    config = make_config(
+        params_dtype=dtype, hidden_dropout=0.1, max_position_embeddings=256, **changes
+    )
+    lengths, device = (150, 141, 9, 5, 30), torch.device("cuda")
+    uncut = [packed([Slice.all_of(s, n)], config) for s, n in enumerate(lengths)]
+    expected = train(build(config, "cpu"), uncut)
+    parts = [packed(p, config).to(device) for p in two_chains(lengths, tokens)]
+    narrow = dtype == "bfloat16"
+    for again in (False, True):
+        found = train(build(config, "cuda"), parts, again=again)
+        assert_close(found.losses.cpu(), expected.losses, 1e-2 if narrow else 1e-5)
+        most = max(g.norm().item() for g in expected.parameters.values())
+        for name, gradient in expected.parameters.items():
+            near = 5e-2 if narrow else 1e-4
+            assert_close(found.parameters[name].cpu(), gradient, near, name, least=1e-2 * most)
 
 
 @pytest.mark.parametrize("changes", [{}, LLAMA, {"causal": False}], ids=["gpt", "llama", "both"])

@@ -82,7 +82,7 @@ def train(
         for parameter in block.parameters():
             if parameter.dtype is not torch.float32:
                 parameter.grad_dtype = torch.float32
-            parameter.grad = torch.zeros(parameter.shape)
+            parameter.grad = torch.zeros(parameter.shape, device=parameter.device)
     store = store or PrefixStore(training=True)
     losses, states, leaves, outputs, tapes = [], [], [], [], []
     batches = [replace(b, prefixes=store) for b in micro_batches]

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from megatron_flex.data.microbatch import Slice
+from megatron_flex.model import attention_cpu, attention_cuda
 from megatron_flex.model.config import ModelConfig
 from megatron_flex.model.prefix import PrefixStore
 from tests.close import assert_close, distance
@@ -61,6 +62,18 @@ def test_slices_give_what_whole_samples_give(name: str, tokens: int, again: bool
     batches = [packed(parts, config) for parts in two_chains(lengths, tokens)]
     found = train(build_model(config), batches, again=again, split=tokens == 7 and not again)
     compare(found, whole(config, lengths), config)
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["kept", "recomputed"])
+@pytest.mark.parametrize("name", ["plain", "grouped, rope, gated, dropout", "normed heads"])
+def test_the_form_for_float32_on_cuda_does_the_same(
+    name: str, again: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = replace(MODELS[name], attention_dropout=0.0)
+    expected = whole(config, LENGTHS)
+    monkeypatch.setattr(attention_cpu, "attend", attention_cuda.attend)
+    batches = [packed(parts, config) for parts in two_chains(LENGTHS, 33)]
+    compare(train(build_model(config), batches, again=again), expected, config)
 
 
 def test_another_sample_changes_no_bit_of_a_sliced_one() -> None:
