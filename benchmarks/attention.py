@@ -16,8 +16,9 @@ interleaved repeats), for several mixtures of lengths:
 PyTorch's dropout inside attention keeps the full score matrix on the CPU; it is not compared.
 
 With `--slices`: one sample of `--length` tokens as a whole and in slices of so many tokens, forward
-in order and backward in reverse, in milliseconds of the processor and as time a FLOP by that of the
-whole sample (both do the same products), for float32 and bfloat16, with and without rotary embedding.
+in order and backward in reverse, in milliseconds of the processor and as time a FLOP by that of
+the whole sample (both do the same products), for float32 and bfloat16, with and without rotary
+embedding.
 """
 
 from __future__ import annotations
@@ -174,8 +175,8 @@ def slices(arguments: argparse.Namespace) -> None:
     """Print the table of slices."""
     length, heads, depth = arguments.length, arguments.heads, arguments.head_size
     print(
-        f"one sample of {length} tokens, {heads} heads of {depth}, {torch.get_num_threads()} threads;"
-        f" medians of {arguments.repeats}"
+        f"one sample of {length} tokens, {heads} heads of {depth},"
+        f" {torch.get_num_threads()} threads; medians of {arguments.repeats}"
     )
     print(
         f"{'':24s}{'slice':>8s}{'forward ms':>12s}{'backward ms':>12s}{'by whole':>18s}{'sum':>8s}"

@@ -27,7 +27,8 @@ namespace {
 
 constexpr int64_t kQueries = 48;  // a multiple of every register tile's rows
 constexpr int64_t kKeys = 128;
-constexpr int64_t kWidest = 16;  // floats in the widest vector
+constexpr int64_t kWidest = 16;               // floats in the widest vector
+constexpr int64_t kKept = int64_t{16} << 20;  // floats of scratch memory that a thread keeps
 
 // Columns of a row of gradients in the buffers of a cut sample.
 int64_t gradient_width(int64_t depth) {
@@ -39,12 +40,16 @@ template <typename T>
 struct Rows {
   const T* first;
   int64_t stride;
+
+  Rows from(int64_t row) const { return {first + row * stride, stride}; }
 };
 
 // Rotary tables from the same row on; half is 0 where nothing turns.
 struct Turn {
   const float *cosine, *sine;
   int64_t half;
+
+  Turn from(int64_t row) const { return {cosine + row * half, sine + row * half, half}; }
 };
 
 struct Attention {
@@ -144,13 +149,24 @@ using Item = void (*)(const Attention&, int64_t, int64_t, bool, float*);
 int64_t scratch_floats(const Attention& p, int64_t sample, bool back) {
   const int64_t length = p.length(sample), count = p.offsets[sample + 1] - p.offsets[sample];
   const int64_t width = gradient_width(p.depth);
-  const int64_t blocks = (length + kKeys - 1) / kKeys;
-  const int64_t transposed = blocks * kKeys * p.depth;
-  const int64_t tiles = 2 * kQueries * kKeys + 2 * kQueries * width + kWidest * width;
+  const int64_t tiles = 2 * kQueries * kKeys + 3 * kKeys * width + kWidest * width;
   const int64_t gradients = p.cut(sample) ? 0 : 2 * length * width;
-  return (back ? 2 * transposed + length * width + gradients + count * (3 * width + 1)
-               : transposed + length * width) +
-         tiles;
+  return tiles + (back ? gradients + count * (3 * width + 1) : count * (2 * width + 2));
+}
+
+// This thread's scratch memory, kept for its next call: a new one costs a page fault every 4 KiB,
+// which is a good part of what a slice of a long sample takes. Large ones are not kept.
+std::shared_ptr<float> scratch_of(int64_t floats) {
+  thread_local std::shared_ptr<float> kept;
+  thread_local int64_t room = 0;
+  if (floats <= room) return kept;
+  std::shared_ptr<float> made(
+      static_cast<float*>(std::aligned_alloc(64, (floats * 4 + 63) / 64 * 64)), &std::free);
+  if (made != nullptr && floats <= kKept) {
+    kept = made;
+    room = floats;
+  }
+  return made;
 }
 
 // False if scratch memory could not be had.
@@ -174,8 +190,7 @@ bool run(const Attention& p, bool back, int threads) {
   std::atomic<bool> failed{false};
   if (threads <= 0) threads = available_threads();
   parallel_for(std::min<int64_t>(threads, items), 1, threads, [&](int64_t, int64_t) {
-    std::unique_ptr<float, decltype(&std::free)> scratch(
-        static_cast<float*>(std::aligned_alloc(64, (floats * 4 + 63) / 64 * 64)), &std::free);
+    const std::shared_ptr<float> scratch = scratch_of(floats);
     if (scratch == nullptr) {
       failed = true;
       return;

@@ -161,26 +161,29 @@ template <typename T>
 void forward(const Attention& p, int64_t sample, int64_t group, float* scratch) {
   const Part<T> part(p, sample, group);
   const int64_t begin = part.begin, count = part.count, start = part.start, length = part.length;
-  const int64_t depth = p.depth, width = padded(depth), blocks = (length + kKeys - 1) / kKeys;
-  float* keys = scratch;                          // [blocks][depth, kKeys]
-  float* values = keys + blocks * kKeys * depth;  // [length, width]
-  float* queries = values + length * width;       // [kQueries, width]
-  float* scores = queries + kQueries * width;     // [kQueries, kKeys]
-  float* sums = scores + kQueries * kKeys;        // [kQueries, width]
-  float* lines = sums + kQueries * width;         // [kLanes, width]
-  float highest[kQueries], normalizer[kQueries];
-  pack_transposed(part.keys, length, depth, part.key_turn, lines, keys);
-  pack_rows(part.values, length, depth, width, Turn{}, 1.0f, values);
+  const int64_t depth = p.depth, width = padded(depth);
+  float* keys = scratch;                     // [depth, kKeys]
+  float* values = keys + kKeys * depth;      // [kKeys, width]
+  float* scores = values + kKeys * width;    // [kQueries, kKeys]
+  float* lines = scores + kQueries * kKeys;  // [kLanes, width]
+  float* queries = lines + kLanes * width;   // [count, width], so is the next
+  float* sums = queries + count * width;
+  float* highest = sums + count * width;  // [count], so is the next
+  float* normalizer = highest + count;
   const int64_t share = p.heads / p.groups;
   for (int64_t head = group * share; head < (group + 1) * share; ++head) {
-    for (int64_t q0 = 0; q0 < count; q0 += kQueries) {
-      const int64_t rows = count - q0 < kQueries ? count - q0 : kQueries;
-      pack_rows(p.query<T>(begin + q0, head), rows, depth, width, p.turn(begin + q0), p.scale,
-                queries);
-      for (int64_t k0 = 0; k0 < length; k0 += kKeys) {
+    pack_rows(p.query<T>(begin, head), count, depth, width, p.turn(begin), p.scale, queries);
+    for (int64_t k0 = 0; k0 < length; k0 += kKeys) {
+      // Packed for all queries that see them, and still in the cache.
+      const int64_t some = length - k0 < kKeys ? length - k0 : kKeys;
+      pack_transposed(part.keys.from(k0), some, depth, part.key_turn.from(k0), lines, keys);
+      pack_rows(part.values.from(k0), some, depth, width, Turn{}, 1.0f, values);
+      const int64_t hidden = p.causal && k0 > start ? k0 - start : 0;  // queries before the keys
+      for (int64_t q0 = hidden / kQueries * kQueries; q0 < count; q0 += kQueries) {
+        const int64_t rows = count - q0 < kQueries ? count - q0 : kQueries;
         const int64_t seen = visible(p, start + q0 + rows, k0, length), span = padded(seen);
-        if (seen == 0) break;
-        multiply(rows, span, depth, queries, width, 1, keys + k0 * depth, kKeys, scores, kKeys,
+        if (seen == 0) continue;
+        multiply(rows, span, depth, queries + q0 * width, width, 1, keys, kKeys, scores, kKeys,
                  false);
         for (int64_t i = 0; i < rows; ++i) {
           float* row = scores + i * kKeys;
@@ -188,7 +191,7 @@ void forward(const Attention& p, int64_t sample, int64_t group, float* scratch) 
           for (int64_t c = valid; c < span; ++c) row[c] = -INFINITY;
           Vec top = Vec{} - INFINITY;
           for (int64_t c = 0; c < span; c += kLanes) top = at(row + c) > top ? at(row + c) : top;
-          const float before = k0 == 0 ? -INFINITY : highest[i];
+          const float before = k0 == 0 ? -INFINITY : highest[q0 + i];
           const float block = horizontal_max(top), now = block > before ? block : before;
           Vec total{};
           for (int64_t c = 0; c < span; c += kLanes) {
@@ -197,23 +200,24 @@ void forward(const Attention& p, int64_t sample, int64_t group, float* scratch) 
             total += e;
           }
           const float shrink = k0 == 0 ? 0.0f : exponential(Vec{} + (before - now))[0];
-          normalizer[i] = (k0 == 0 ? 0.0f : normalizer[i] * shrink) + horizontal_sum(total);
-          highest[i] = now;
+          normalizer[q0 + i] =
+              (k0 == 0 ? 0.0f : normalizer[q0 + i] * shrink) + horizontal_sum(total);
+          highest[q0 + i] = now;
           if (k0 != 0 && shrink != 1.0f)
-            for (int64_t c = 0; c < width; c += kLanes) at(sums + i * width + c) *= shrink;
+            for (int64_t c = 0; c < width; c += kLanes) at(sums + (q0 + i) * width + c) *= shrink;
           if (p.token_keys != nullptr)
             drop(row, k0, valid, row_key(p.token_keys[begin + q0 + i], p.sites[head]), p.threshold,
                  p.keep_scale);
         }
-        multiply(rows, width, seen, scores, kKeys, 1, values + k0 * width, width, sums, width,
+        multiply(rows, width, seen, scores, kKeys, 1, values, width, sums + q0 * width, width,
                  k0 != 0);
       }
-      for (int64_t i = 0; i < rows; ++i) {
-        const float factor = 1.0f / normalizer[i];
-        T* target = p.output<T>(begin + q0 + i, head);
-        for (int64_t c = 0; c < depth; ++c) store(target[c], sums[i * width + c] * factor);
-        p.lse[head * p.tokens + begin + q0 + i] = highest[i] + logf(normalizer[i]);
-      }
+    }
+    for (int64_t i = 0; i < count; ++i) {
+      const float factor = 1.0f / normalizer[i];
+      T* target = p.output<T>(begin + i, head);
+      for (int64_t c = 0; c < depth; ++c) store(target[c], sums[i * width + c] * factor);
+      p.lse[head * p.tokens + begin + i] = highest[i] + logf(normalizer[i]);
     }
   }
 }
@@ -224,12 +228,12 @@ template <typename T>
 void backward(const Attention& p, int64_t sample, int64_t group, float* scratch) {
   const Part<T> part(p, sample, group);
   const int64_t begin = part.begin, count = part.count, start = part.start, length = part.length;
-  const int64_t depth = p.depth, width = padded(depth), blocks = (length + kKeys - 1) / kKeys;
-  float* keys_t = scratch;                            // [blocks][depth, kKeys]
-  float* values_t = keys_t + blocks * kKeys * depth;  // [blocks][depth, kKeys]
-  float* keys = values_t + blocks * kKeys * depth;    // [length, width]
-  float* queries = keys + length * width;             // [count, width], so are the next two
-  float* outer = queries + count * width;             // gradient of the output
+  const int64_t depth = p.depth, width = padded(depth);
+  float* keys_t = scratch;                   // [depth, kKeys]
+  float* values_t = keys_t + kKeys * depth;  // [depth, kKeys]
+  float* keys = values_t + kKeys * depth;    // [kKeys, width]
+  float* queries = keys + kKeys * width;     // [count, width], so are the next two
+  float* outer = queries + count * width;    // gradient of the output
   float* grad_q = outer + count * width;
   float* scores = grad_q + count * width;     // [kQueries, kKeys]: dropped probabilities
   float* slopes = scores + kQueries * kKeys;  // [kQueries, kKeys]: gradient of the scores
@@ -239,9 +243,6 @@ void backward(const Attention& p, int64_t sample, int64_t group, float* scratch)
   float* delta = part.cut ? grad_k : grad_v + length * width;  // [count]
   int64_t row_width = width;
   alignas(64) float mask[kKeys];
-  pack_transposed(part.keys, length, depth, part.key_turn, lines, keys_t);
-  pack_transposed(part.values, length, depth, Turn{}, lines, values_t);
-  pack_rows(part.keys, length, depth, width, part.key_turn, 1.0f, keys);
   if (part.cut) {
     row_width = gradient_width(depth);
     grad_k = p.prefix_dk + group * p.prefix_tokens * row_width;
@@ -261,15 +262,19 @@ void backward(const Attention& p, int64_t sample, int64_t group, float* scratch)
     }
     for (int64_t i = 0; i < count * width; i += kLanes) at(grad_q + i) = Vec{};
     for (int64_t k0 = 0; k0 < length; k0 += kKeys) {
+      const int64_t some = length - k0 < kKeys ? length - k0 : kKeys;
+      pack_transposed(part.keys.from(k0), some, depth, part.key_turn.from(k0), lines, keys_t);
+      pack_transposed(part.values.from(k0), some, depth, Turn{}, lines, values_t);
+      pack_rows(part.keys.from(k0), some, depth, width, part.key_turn.from(k0), 1.0f, keys);
       const int64_t hidden = p.causal && k0 > start ? k0 - start : 0;  // queries before the keys
       for (int64_t q0 = hidden / kQueries * kQueries; q0 < count; q0 += kQueries) {
         const int64_t rows = count - q0 < kQueries ? count - q0 : kQueries;
         const int64_t seen = visible(p, start + q0 + rows, k0, length), span = padded(seen);
         if (seen == 0) continue;
-        multiply(rows, span, depth, queries + q0 * width, width, 1, keys_t + k0 * depth, kKeys,
-                 scores, kKeys, false);
-        multiply(rows, span, depth, outer + q0 * width, width, 1, values_t + k0 * depth, kKeys,
-                 slopes, kKeys, false);
+        multiply(rows, span, depth, queries + q0 * width, width, 1, keys_t, kKeys, scores, kKeys,
+                 false);
+        multiply(rows, span, depth, outer + q0 * width, width, 1, values_t, kKeys, slopes, kKeys,
+                 false);
         for (int64_t i = 0; i < rows; ++i) {
           float *row = scores + i * kKeys, *slope = slopes + i * kKeys;
           const int64_t valid = visible(p, start + q0 + i + 1, k0, length);
@@ -296,8 +301,8 @@ void backward(const Attention& p, int64_t sample, int64_t group, float* scratch)
                  grad_v + k0 * row_width, row_width, true);
         multiply(seen, width, rows, slopes, 1, kKeys, queries + q0 * width, width,
                  grad_k + k0 * row_width, row_width, true);
-        multiply(rows, width, seen, slopes, kKeys, 1, keys + k0 * width, width, grad_q + q0 * width,
-                 width, true);
+        multiply(rows, width, seen, slopes, kKeys, 1, keys, width, grad_q + q0 * width, width,
+                 true);
       }
     }
     unpack_rows(grad_q, width, count, depth, p.turn(begin), p.scale, p.grad_query<T>(begin, head),
