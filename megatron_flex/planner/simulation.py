@@ -115,7 +115,7 @@ def op_costs(costs: ModelCosts, plan: Plan, batch: Batch) -> OpCosts:
     }
     if batch.chains:
         # The head of a slice runs its backward at once and keeps its input's gradient only.
-        cut = batch.sliced > 0
+        cut = (batch.sliced > 0) & (again[-1] == 0)
         first, second = (
             c[:, -1] @ basis * cut for c in (costs.backward_input, costs.backward_weight)
         )
@@ -123,7 +123,12 @@ def op_costs(costs: ModelCosts, plan: Plan, batch: Batch) -> OpCosts:
         inputs[-1] -= first + second * (1.0 - waits[-1])
         weights[-1] -= second * waits[-1]
         held[-1] -= (kept[-1] - min(kept[-1], costs.profile.boundary)) * batch.tokens * cut
-        np.maximum(weights, 0.0, out=weights)
+        for table_ in (
+            inputs,
+            weights,
+            held,
+        ):  # what is left of a stage of a head alone is rounding
+            np.maximum(table_, 0.0, out=table_)
         chain = chain_bytes(costs.config)
         units = [float(kind is Kind.ATTENTION) for kinds in costs.kinds for kind in kinds]
         sizes = (chain.keys_values + chain.gradients) * np.add.reduceat(units, starts)
