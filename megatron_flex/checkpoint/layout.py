@@ -70,9 +70,12 @@ def _without_tracker(directory: Path) -> int | None:
     # A process killed between the two renames of the first :func:`publish` leaves the tracker
     # under its hidden name; the checkpoint it names is complete.
     for pending in sorted(directory.glob(f".{TRACKER}.*")):
-        text = pending.read_text().strip()
-        if text.isdecimal() and int(text) == found[-1]:
-            return found[-1]
+        with suppress(FileNotFoundError):  # it has its name by now
+            text = pending.read_text().strip()
+            if text.isdecimal() and int(text) == found[-1]:
+                return found[-1]
+    if (directory / TRACKER).exists():
+        return latest(directory)  # it was written meanwhile
     raise CheckpointError(
         f"{directory} holds checkpoints of iterations {_listing(directory)}, but no {TRACKER},"
         " which says where to go on: load one of them with --ckpt-step, or write its iteration"

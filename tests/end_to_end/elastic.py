@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -43,7 +44,8 @@ class Elastic:
     ) -> None:
         self.directory = directory
         directory.mkdir(parents=True, exist_ok=True)
-        self.runtime = runtime or directory / "runtime"
+        # Not in the test's own directory: the path of a socket has 107 characters at most.
+        self.runtime = runtime or Path(tempfile.mkdtemp(prefix="r", dir=directory.parent.parent))
         self.attempts = 0
         self._script, self._argv, self._size = script, list(argv), size
         self._max_restarts = max_restarts

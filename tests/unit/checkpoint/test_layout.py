@@ -176,3 +176,21 @@ def test_a_kill_before_the_first_tracker_has_its_name_loses_nothing(tmp_path: Pa
     layout.remove_leftovers(tmp_path)
     assert layout.latest(tmp_path) == 8
     assert not pending.exists()
+
+
+@pytest.mark.parametrize("seen", ["nothing yet", "its hidden name"])
+def test_a_tracker_that_gets_its_name_while_it_is_looked_for_is_found(
+    seen: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "iter_0000007").mkdir()
+    hidden, tracker = tmp_path / f".{layout.TRACKER}.0a1b2c3d", tmp_path / layout.TRACKER
+    hidden.write_text("7")
+    glob = Path.glob
+
+    def late(directory: Path, pattern: str) -> list[Path]:
+        found = [] if seen == "nothing yet" else list(glob(directory, pattern))
+        hidden.rename(tracker)
+        return found
+
+    monkeypatch.setattr(Path, "glob", late)
+    assert layout.latest(tmp_path) == 7
