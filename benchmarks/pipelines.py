@@ -1,0 +1,280 @@
+"""Ours against PyTorch's own ways on two real workers: real tokens a second of the same training.
+
+    python benchmarks/pipelines.py                    about 5 minutes on two idle cores
+    python benchmarks/pipelines.py --data runs/demo/data --lengths equal --cycles 15
+
+Two workers of one thread each train a GPT on the functions and classes of Python's standard
+library, tokenized as examples/demo.sh does it. Ours packs whole samples, or cuts long ones to
+slices, on fixed plans: the fastest by simulation, with costs that are measured first. PyTorch
+trains a plain GPT with the same parameters and initial values: by torch.distributed.pipelining,
+where all samples of a batch are padded to its longest, and by DistributedDataParallel on sorted,
+padded micro-batches. Where its pipelines are cut is chosen by simulation too, its micro-batches by
+trying some. In the second table all samples have the same length: nothing is padded.
+
+Rows take turns, iteration by iteration, so that what else runs on the machine hits all alike.
+Ratios are those within a turn: judge by them. CPU is the processor time of both workers, with none
+of their waiting. Planning, making programs and reading data for PyTorch are not in the time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from benchmarks.comparison import TABLES, Found, Row, Turn, report
+from benchmarks.directed import Directed
+from benchmarks.plain import Pipelined, Rectangles, Replicated
+from benchmarks.static_plans import TARGETS, Chooser, other
+from benchmarks.stdlib_data import StdlibData
+from megatron_flex.arguments import parse
+from megatron_flex.config.config import Config
+from megatron_flex.data.bar import progress_bar, shown
+from megatron_flex.data.batches import BatchSource
+from megatron_flex.data.global_batch import GlobalBatch
+from megatron_flex.loop.assemble import Parts, assemble
+from megatron_flex.profiling import Workbench, fit, grid, measure
+from megatron_flex.runtime.executor import Executor
+from megatron_flex.runtime.holdings import Holdings
+from megatron_flex.runtime.machine import machine_name
+from megatron_flex.runtime.optimizer import OptimizerConfig, StepSize
+from megatron_flex.runtime.world import World
+
+CPU = torch.device("cpu")
+STEP = StepSize(1e-4, 0.01)
+PADDED = (512, 1024, 2048)
+"""Tokens of a micro-batch with its padding: what is tried for data-parallel replicas."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where things are, and what the user chose."""
+
+    data: StdlibData
+    work: Path
+    arguments: argparse.Namespace
+
+    @property
+    def profile(self) -> Path:
+        """What the model's parts cost."""
+        return self.work / "profile.json"
+
+    def open(self, data: str, plan: str, slices: str = "0") -> tuple[Config, Parts]:
+        """Configuration, data and model of a row."""
+        given = self.arguments
+        prefix = self.data.prefix if data == "real" else self.work / "equal"
+        hidden, longest = given.hidden_size, given.seq_length
+        words = (
+            f"--num-layers {given.layers} --hidden-size {hidden} --num-attention-heads"
+            f" {max(1, hidden // 64)} --seq-length {longest} --max-position-embeddings {longest}"
+            f" --data-path {prefix} --split 1,0,0 --tokenizer-type SentencePieceTokenizer"
+            f" --tokenizer-model {self.data.tokenizer} --hidden-dropout 0 --attention-dropout 0"
+            f" --untie-embeddings-and-output-weights --lr {STEP.learning_rate}"
+            f" --global-batch-size {given.samples} --train-iters 1000 --distributed-backend gloo"
+            f" --flexpipe-slice-tokens {slices}"
+        ).split()
+        if self.profile.exists():
+            words += ["--flexpipe-profile", str(self.profile)]
+        # Batches are cut as the plan says.
+        words += ["--flexpipe-plan", plan if "cut" in plan else f"{plan} ; cut {longest}"]
+        config = parse(words, world_size=2)
+        return config, assemble(config)
+
+    @property
+    def one_stage(self) -> str:
+        """The plan that holds all units on both workers."""
+        return f"0:{2 * self.arguments.layers + 2}@0,1"
+
+    def batches(self, parts: Parts) -> list[GlobalBatch]:
+        """The global batches that are trained on, in turn."""
+        assert parts.train is not None
+        size = self.arguments.samples
+        return [parts.train.batch(size * i, size) for i in range(self.arguments.batches)]
+
+    def write_profile(self) -> None:
+        """Measure the model's parts on one thread."""
+        torch.set_num_threads(1)
+        _, parts = self.open("real", self.one_stage)
+        bench, longest = Workbench(parts.model, CPU), self.arguments.seq_length
+        shapes = grid([longest // 8, longest // 2, longest], [64, 256])
+        profile = fit(bench, measure(bench, shapes, 5), shapes, "benchmark", {})
+        self.profile.write_text(profile.to_json())
+
+
+def rows_of(place: Place) -> list[Row]:
+    """All rows, with plans that are chosen by simulation."""
+    samples, wanted = place.arguments.samples, place.arguments.lengths
+    counts = tuple(c for c in place.arguments.micro_batches if samples % c == 0)
+    rows: list[Row] = []
+    for data in shown(wanted, "choosing plans"):
+        config, parts = place.open(data, place.one_stage)
+        lengths = [tuple(batch.lengths.tolist()) for batch in place.batches(parts)]
+        chooser = Chooser(config, parts, lengths)
+        straight, v = chooser.fastest("1f1b", v=False), chooser.fastest("zb-v", v=True)
+        rows += [
+            Row("1f1b", data, "ours", straight),
+            Row("zb-h1", data, "ours", other(straight, "zb-h1")),
+            Row("zb-v", data, "ours", v),
+            Row("zb", data, "ours", chooser.best([other(plan, "zb") for plan in (straight, v)])),
+        ]
+        if data == "real":
+            sliced = Chooser(*place.open(data, place.one_stage, "auto"), lengths)
+            plans = [other(plan, "zb", target) for plan in (straight, v) for target in TARGETS]
+            rows.append(Row("slices", data, "ours", sliced.best(plans), "auto"))
+        padded = Chooser(config, parts, [(max(of_one),) * samples for of_one in lengths])
+        for name, schedule in (("PyTorch 1F1B", "1f1b"), ("PyTorch ZBV", "zb-v")):
+            plan = padded.of_whole_layers(schedule, v=schedule == "zb-v")
+            rows.append(Row(name, data, "pipelined", plan, choices=counts))
+        if data == "real":
+            rows.append(Row("PyTorch DDP", data, "replicated", place.one_stage, choices=PADDED))
+    return rows
+
+
+Prepared = tuple[Callable[[], float], float]
+"""Runs an iteration and gives this worker's part of the loss; the seconds that were simulated."""
+
+
+class Runner:
+    """One row on one worker."""
+
+    def __init__(self, place: Place, row: Row, world: World) -> None:
+        self.row, self._rank = row, world.rank
+        config, parts = place.open(row.data, row.plan, row.slices)
+        assert parts.train is not None
+        self._source: BatchSource = parts.train
+        self.batches = place.batches(parts)
+        self.choice = row.choices[0]
+        model, plan = parts.model, parts.plan
+        if row.kind == "ours":
+            executor = Executor(world, Holdings(model, plan, world.rank, CPU), OptimizerConfig())
+            self._ours = Directed(config, parts, plan, executor)
+        elif row.kind == "pipelined":
+            self._pipelined = Pipelined(model, plan, world.rank, STEP)
+        else:
+            self._replicated = Replicated(model, world.rank, STEP)
+
+    def prepare(self, number: int) -> Prepared:
+        """What an iteration on batch ``number`` is; making programs and reading are done here."""
+        batch, source = self.batches[number], self._source
+        tokens = batch.denominators[0]
+        if self.row.kind == "ours":
+            plan = self._ours.iterations.plan
+            told, cut = self._ours.told(batch, plan)
+
+            def run() -> float:
+                train = self._ours.iterations.train
+                result = train(source, batch, STEP, told, cut, following=plan)
+                return result.losses[0] if self._rank == 0 else 0.0
+
+            return run, told.seconds
+        if self.row.kind == "pipelined":
+            whole = Rectangles(source, batch, range(batch.size))
+            return lambda: self._pipelined.train(whole, tokens, self.choice), 0.0
+        mine = [Rectangles(source, batch, part) for part in self._share(batch)]
+        return lambda: self._replicated.train(mine, tokens), 0.0
+
+    def _share(self, batch: GlobalBatch) -> Iterator[list[int]]:
+        """This worker's samples, longest first, in micro-batches of at most so many tokens."""
+        order = np.argsort(-batch.lengths, kind="stable").tolist()
+        mine = [i for place, i in enumerate(order) if (place + 1) // 2 % 2 == self._rank]
+        part: list[int] = []
+        for i in mine:
+            if part and (len(part) + 1) * batch.lengths[part[0]] > self.choice:
+                yield part
+                part = []
+            part.append(i)
+        yield part
+
+
+def worker(rank: int, place: Place, rows: Sequence[Row]) -> None:
+    """One of the two workers; the first writes what the iterations took."""
+    torch.set_num_threads(1)
+    timeout = timedelta(minutes=5)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{place.work}/meet", rank=rank, world_size=2, timeout=timeout
+    )
+    world = World.create(CPU, timeout)
+    runners = [Runner(place, row, world) for row in rows]
+    cycles, batches = place.arguments.cycles, place.arguments.batches
+    total = sum(2 * len(r.choices) for r in rows) + len(rows) * (batches - 1 + cycles)
+    bar = None if rank else progress_bar(total, "training", unit=" iterations")
+
+    def turn(number: int, batch: int) -> Turn:
+        run, simulated = runners[number].prepare(batch)
+        world.barrier()
+        began, busy = time.perf_counter(), time.process_time()
+        loss = run()
+        seconds = world.slowest(time.perf_counter() - began)
+        work = world.sum(time.process_time() - busy)
+        if bar is not None:
+            bar.update(1)
+        tokens = runners[number].batches[batch].tokens
+        return Turn(number, seconds, work, simulated, tokens, world.sum(loss))
+
+    firsts = []
+    for number, row in enumerate(rows):
+        tried = {}
+        for choice in row.choices:
+            runners[number].choice = choice
+            # PyTorch makes its buffers in the first iteration of a shape.
+            tried[choice] = [turn(number, 0) for _ in range(2)]
+        firsts += tried[row.choices[0]]
+        best = min(tried, key=lambda choice: min(t.seconds for t in tried[choice]))
+        runners[number].choice = best
+    for batch in range(1, batches):
+        for number in range(len(rows)):
+            turn(number, batch)
+    turns = [turn(n, c % batches) for c in range(cycles) for n in range(len(rows))]
+    if bar is not None:
+        bar.close()
+        found = Found([r.choice for r in runners], firsts, turns)
+        (place.work / "found.json").write_text(json.dumps(asdict(found)))
+    dist.destroy_process_group()
+
+
+def main() -> None:
+    """Run and print."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--data", type=Path, help="directory for the data set, to keep it")
+    parser.add_argument("--layers", type=int, default=5)
+    parser.add_argument("--hidden-size", type=int, default=256)
+    parser.add_argument("--seq-length", type=int, default=1024, help="longer samples end there")
+    parser.add_argument("--equal", type=int, default=256, help="tokens where all are equal")
+    parser.add_argument("--samples", type=int, default=12, help="of a global batch")
+    parser.add_argument("--micro-batches", type=int, nargs="+", default=[4, 6, 12],
+                        help="numbers of them to try for PyTorch's pipelines")  # fmt: skip
+    parser.add_argument("--lengths", choices=TABLES, nargs="+", default=list(TABLES))
+    parser.add_argument("--batches", type=int, default=3, help="global batches, taken in turn")
+    parser.add_argument("--cycles", type=int, default=7, help="iterations of each row")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as directory:
+        work = Path(directory)
+        place = Place(StdlibData(arguments.data or work / "data"), work, arguments)
+        place.data.write()
+        place.data.write_equal(work / "equal", arguments.equal)
+        place.write_profile()
+        rows = rows_of(place)
+        mp.spawn(worker, (place, rows), nprocs=2)
+        found = Found.of(json.loads((work / "found.json").read_text()))
+    print(f"{machine_name(CPU)}; {os.cpu_count()} cores; load {os.getloadavg()[1]:.1f}")
+    report(rows, found)
+
+
+if __name__ == "__main__":
+    main()
