@@ -58,6 +58,8 @@ from megatron_flex.runtime.world import World
 
 CPU = torch.device("cpu")
 STEP = StepSize(1e-4, 0.01)
+ALWAYS = ("1f1b", "zb-v")
+"""Rows that the others are compared with."""
 PADDED = (512, 1024, 2048)
 """Tokens of a micro-batch with its padding: what is tried for data-parallel replicas."""
 
@@ -143,7 +145,8 @@ def rows_of(place: Place) -> list[Row]:
             rows.append(Row(name, data, "pipelined", plan, choices=counts))
         if data == "real":
             rows.append(Row("PyTorch DDP", data, "replicated", place.one_stage, choices=PADDED))
-    return rows
+    some = place.arguments.rows
+    return [row for row in rows if not some or row.name in (*some, *ALWAYS)]
 
 
 Prepared = tuple[Callable[[], float], float]
@@ -260,6 +263,7 @@ def main() -> None:
     parser.add_argument("--micro-batches", type=int, nargs="+", default=[4, 6, 12],
                         help="numbers of them to try for PyTorch's pipelines")  # fmt: skip
     parser.add_argument("--lengths", choices=TABLES, nargs="+", default=list(TABLES))
+    parser.add_argument("--rows", nargs="+", metavar="NAME", help="only these, 1f1b and zb-v")
     parser.add_argument("--batches", type=int, default=3, help="global batches, taken in turn")
     parser.add_argument("--cycles", type=int, default=7, help="iterations of each row")
     arguments = parser.parse_args()
