@@ -73,9 +73,10 @@ class TensorBoardSink:
             self._file.add(self._summary.text("plan", f"`{record.plan}`"), record.iteration)
 
     def interval(self, summary: IntervalSummary) -> None:
-        """Points of a log line."""
+        """Points of a log line. All up to it are written: a worker that is killed loses no more."""
         last = summary.last
         self._add(interval_scalars(summary, self._options), last.iteration, last.consumed_samples)
+        self._file.flush()
 
     def validation(self, record: ValidationRecord) -> None:
         """Points of a validation."""

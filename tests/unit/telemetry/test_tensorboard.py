@@ -168,3 +168,17 @@ def test_a_run_that_starts_anew_keeps_the_curves_of_earlier_ones(tmp_path: Path)
     found = [series(tmp_path / name)["lm loss"] for name in ("earlier.1", "earlier", ".")]
     assert found == [[(1, 1.0)], [(1, 2.0)], [(1, 3.0)]]
     assert (tmp_path / "theirs").read_bytes() == b"of another program"
+
+
+def test_what_a_log_line_has_said_is_written(tmp_path: Path) -> None:
+    sink = TensorBoardSink(str(tmp_path), ScalarOptions(world_size=1))
+    interval = Interval(2, 1, None)
+    for k in (1, 2, 3):
+        sink.iteration(record(k))
+        summary = interval.add(record(k))
+        if k == 2:
+            assert summary is not None
+            sink.interval(summary)
+    assert [step for step, _ in series(tmp_path)["lm loss"]] == [1, 2]  # as if it were killed
+    sink.close()
+    assert [step for step, _ in series(tmp_path)["lm loss"]] == [1, 2, 3]
