@@ -81,7 +81,8 @@ def parse(
         architecture: which model the entry point trains.
         world_size: number of workers; ``None`` takes ``WORLD_SIZE`` of the environment, else 1.
         saved_values: with ``--use-checkpoint-args``, reads what :meth:`Config.values` was when the
-            checkpoint was written. It gets a configuration whose checkpoint options count.
+            checkpoint was written. It gets a configuration whose checkpoint options count. With
+            ``--load-hf`` it adds ``pretrained_checkpoint``, where the converted weights are.
 
     Raises:
         ArgumentsError: exit status 2, after one worker of each server has printed all that has to
@@ -92,9 +93,14 @@ def parse(
         given = frozenset(values)
         if world_size is None:
             world_size = _world_size()
-        if values.get("use_checkpoint_args") and saved_values is not None and "load" in given:
+        wanted = values.get("use_checkpoint_args") and given & {"load", "pretrained_checkpoint"}
+        if saved_values is not None and (wanted or "load_hf" in given):
+            _check_source(given)
             early = Config.from_values(architecture, world_size, _placeholders() | values, given)
-            values |= _from_checkpoint(values, saved_values(early))
+            saved = saved_values(early)
+            values |= _from_checkpoint(values, saved)
+            if "load_hf" in given:
+                values["pretrained_checkpoint"] = saved.get("pretrained_checkpoint")
         return _build(values, given, architecture, world_size)
     except ArgumentsError as error:
         name = os.path.basename(sys.argv[0]) if argv is None else "arguments"
@@ -232,6 +238,13 @@ def _world_size() -> int:
     if not text.isdecimal() or int(text) < 1:
         raise ArgumentsError([f"WORLD_SIZE is '{text}' in the environment: it must be at least 1"])
     return int(text)
+
+
+def _check_source(given: frozenset[str]) -> None:
+    if "load_hf" in given and "pretrained_checkpoint" in given:
+        raise ArgumentsError(["give --load-hf or --pretrained-checkpoint, not both"])
+    if "load_hf" in given and "save" not in given:
+        raise ArgumentsError(["--load-hf converts the model into --save: give that directory too"])
 
 
 def _from_checkpoint(given: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:

@@ -28,19 +28,23 @@ def pretrain_main(architecture: Architecture) -> NoReturn:
             warnings.filterwarnings("ignore", message=message)
         config = parse(architecture=architecture, saved_values=saved_values)
         # torch and megatron-core take seconds to import: a wrong flag is said before.
+        from megatron_flex.loop.starting import convert_source
         from megatron_flex.training import pretrain
 
+        convert_source(config, rank=int(os.environ.get("RANK", 0)))
         pretrain(config)
 
     run(main)
 
 
 def saved_values(config: Config) -> Mapping[str, Any]:
-    """The options that the checkpoint was written with, for ``--use-checkpoint-args``."""
+    """What the model to start from says: for ``--use-checkpoint-args`` and ``--load-hf``."""
     from megatron_flex.checkpoint.errors import CheckpointError
-    from megatron_flex.loop.checkpointing import saved_arguments
+    from megatron_flex.loop.starting import source_arguments
 
     try:
-        return saved_arguments(config.checkpoint)
+        return source_arguments(config)
     except CheckpointError as error:
-        raise ArgumentsError([f"--use-checkpoint-args: {error}"]) from error
+        hf = config.checkpoint.load_hf is not None
+        flag = "--load-hf" if hf else "--use-checkpoint-args"
+        raise ArgumentsError([f"{flag}: {error}"]) from error

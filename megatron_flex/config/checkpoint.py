@@ -56,6 +56,11 @@ class CheckpointOptions:
     pretrained_checkpoint: str | None = None
     """Directory of a checkpoint to fine-tune when --load holds none yet."""
 
+    load_hf: str | None = option(None, own=True)
+    """Directory of a Hugging Face model to fine-tune when --load holds no checkpoint yet. It gives
+    the model's flags and the tokenizer, as --use-checkpoint-args does, and is converted once, into
+    --save."""
+
     use_checkpoint_args: bool = False
     """Take the model's shape and the tokenizer from the checkpoint instead of the flags."""
 

@@ -254,13 +254,13 @@ def _checkpoint(config: Config) -> Problems:
         config,
         "--load",
         c.load,
-        ("ckpt_step", "use_checkpoint_args", "exit_on_missing_checkpoint"),
+        ("ckpt_step", "exit_on_missing_checkpoint"),
     )
     yield from _without(
         config,
         "--load (or --pretrained-checkpoint)",
         c.load or c.pretrained_checkpoint,
-        ("finetune", "load_optim", "load_rng"),
+        ("finetune", "load_optim", "load_rng", "use_checkpoint_args"),
     )
     loaded = c.load and not c.finetune
     yield from _without(

@@ -254,14 +254,6 @@ def resumed_coefficients(options: CheckpointOptions) -> CostCoefficients | None:
     return None if saved is None else CostCoefficients(**saved)
 
 
-def saved_arguments(options: CheckpointOptions) -> dict[str, Any]:
-    """The arguments that the checkpoint of ``--load`` was written with."""
-    assert options.load is not None
-    common = read_common(options.load, options.ckpt_step)
-    arguments: dict[str, Any] = common["arguments"]
-    return arguments
-
-
 def _restored(common: dict[str, Any], source: str, default: CostCoefficients) -> Restored:
     saved = common.get(COEFFICIENTS)
     coefficients = default if saved is None else CostCoefficients(**saved)

@@ -17,16 +17,16 @@ from megatron_flex.config.derive import MODEL_FIELDS
 from megatron_flex.config.option import options
 from megatron_flex.data.microbatches import CostCoefficients
 from megatron_flex.loop.assemble import Parts, assemble
-from megatron_flex.loop.checkpointing import saved_arguments
 from megatron_flex.loop.iteration import cost_coefficients
 from megatron_flex.loop.opening import data_lines, model_line, sizes
+from megatron_flex.loop.starting import source_arguments
 
 ABOUT = (
     "Or give the flags of a training command as they stand (pretrain_gpt.py's), or --load DIRECTORY"
     " --use-checkpoint-args for those of a checkpoint; then model and data are the run's, and flags"
     " of both have the trainer's meaning."
 )
-_MARKS = ("--num-layers", "--use-checkpoint-args")
+_MARKS = ("--num-layers", "--use-checkpoint-args", "--load-hf")
 _DATA = ("train_data_path", "valid_data_path", "test_data_path", "data_args_path",
          "per_split_data_args_path", "data_path", "mock_data", "split")  # fmt: skip
 _ALSO = ("micro_batch_size", "micro_batch_tokens", "global_batch_size", "seed", "bf16")
@@ -156,7 +156,7 @@ def _saved(words: Sequence[str]) -> Mapping[str, Any]:
 
 def _saved_values(config: Config) -> Mapping[str, Any]:
     try:
-        return saved_arguments(config.checkpoint)
+        return source_arguments(config, converts=False)
     except CheckpointError as error:
         raise ArgumentsError([f"--use-checkpoint-args: {error}"]) from error
 

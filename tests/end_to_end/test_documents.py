@@ -12,17 +12,24 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import transformers
 
 from tests.end_to_end.processes import ROOT, Job
 
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 # Appended to the README's training commands: argparse takes the last of a flag.
-SMALL = shlex.split(
-    "--num-layers 2 --hidden-size 32 --ffn-hidden-size 64 --train-iters 4 --lr-warmup-iters 1"
-    " --global-batch-size 4 --micro-batch-tokens 512 --seq-length 128 --max-position-embeddings 128"
-    " --save-interval 2 --eval-interval 2 --eval-iters 1 --log-interval 1 --exit-signal-handler"
+SHORT = shlex.split(
+    "--train-iters 4 --lr-warmup-iters 1 --global-batch-size 4 --micro-batch-tokens 512"
+    " --seq-length 128 --save-interval 2 --eval-interval 2 --eval-iters 1 --log-interval 1"
+    " --exit-signal-handler"
 )
+SMALL = [
+    *SHORT,
+    *shlex.split(
+        "--num-layers 2 --hidden-size 32 --ffn-hidden-size 64 --max-position-embeddings 128"
+    ),
+]
 
 
 # What the tests' own processes, which end with them, cannot.
@@ -55,8 +62,28 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     with (directory / "my.jsonl").open("w") as stream:
         for source in sources:
             stream.write(json.dumps({"text": source.read_text()[:20000]}) + "\n")
+    write_llama(directory / "Llama-3.2-1B")
     yield directory
     shutil.rmtree(directory)
+
+
+def write_llama(directory: Path) -> None:
+    """A small model that looks like the one that the documents name."""
+    rope = {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 32.0, "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}  # fmt: skip
+    config = transformers.LlamaConfig(
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=384,
+        max_position_embeddings=131072,
+        rope_parameters=rope,
+        tie_word_embeddings=True,
+    )
+    transformers.LlamaForCausalLM(config).save_pretrained(directory)
+    shutil.copy(ROOT / "tests" / "data" / "tokenizer_with_truncation" / "tokenizer.json", directory)
 
 
 def run(words: list[str], place: Path) -> str:
@@ -77,7 +104,7 @@ def torchrun(words: list[str], place: Path, number: int) -> str:
     assert words[1] == "--nproc-per-node"
     size, script, argv = int(words[2]), words[3], words[4:]
     if "--skip-train" not in argv:
-        argv = [*argv, *SMALL]
+        argv = [*argv, *(SHORT if "--load-hf" in argv else SMALL)]
     with Job(place / f"job{number}").start(script, argv, size=size, directory=place) as job:
         assert job.wait(120) == [0] * size, job.output
         return job.text(size - 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import transformers
 
 from tests.distributed.pool import WorkerPool
 from tests.end_to_end import runs
+from tests.end_to_end.processes import ROOT, Job
 from tests.unit.checkpoint.hugging_face import make, to_flex, to_hf
 from tests.unit.data.files import write_flat
 
@@ -20,6 +22,7 @@ TRAINING = shlex.split(
     " --micro-batch-tokens 50 --global-batch-size 8 --train-iters 20 --lr 3e-3 --min-lr 1e-4"
     " --lr-decay-style cosine --log-interval 1 --eval-interval 20 --eval-iters 1"
 )
+TOKENIZER = ROOT / "tests/data/tokenizer_with_truncation/tokenizer.json"
 LENGTHS = (60, 3, 17, 42, 2, 25, 9, 31)
 
 
@@ -73,3 +76,29 @@ def test_transformers_gives_our_validation_loss_of_what_we_trained(
     assert ours < before - 0.5
     assert to_hf(tmp_path / "trained", tmp_path / "back", "--hf-source", tmp_path / "there") == 0
     assert their_loss(tmp_path / "back", texts) == pytest.approx(ours, rel=1e-5)
+
+
+def test_a_run_begins_with_load_hf_and_goes_on_without_that_directory(tmp_path: Path) -> None:
+    there, save = tmp_path / "there", tmp_path / "save"
+    make("qwen2", vocab_size=400).save_pretrained(there)
+    (there / "tokenizer.json").write_bytes(TOKENIZER.read_bytes())
+    train = write_flat(tmp_path / "train", documents(2, LENGTHS * 8))
+    argv = shlex.split(
+        f"--load-hf {there} --save {save} --load {save} --data-path {train} --split 1,0,0"
+        " --seq-length 64 --distributed-backend gloo --num-workers 0 --micro-batch-tokens 50"
+        " --global-batch-size 8 --lr 1e-3 --log-interval 1 --pipeline-model-parallel-size 2"
+    )
+    with Job(tmp_path / "wrong").start("pretrain_gpt.py", argv, size=2) as job:
+        assert job.wait(60) == [2, 2]
+        assert "give either --train-iters or --train-samples" in job.output
+    assert not save.exists()
+
+    words = [*argv, "--train-iters", "2", "--override-opt_param-scheduler"]
+    with Job(tmp_path / "first").start("pretrain_gpt.py", words, size=2) as job:
+        assert job.wait(60) == [0, 0], job.output
+    assert len(list(save.glob("hugging_face-*"))) == 1
+    shutil.rmtree(there)
+    words = [*argv, "--train-iters", "3", "--override-opt_param-scheduler"]
+    with Job(tmp_path / "second").start("pretrain_gpt.py", words, size=2) as job:
+        assert job.wait(60) == [0, 0], job.output
+        assert "starting at iteration 2" in job.output

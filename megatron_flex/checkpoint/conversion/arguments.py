@@ -43,13 +43,12 @@ KEPT = (
 
 
 def _beside_the_flag(arguments: Mapping[str, Any]) -> int:
-    """Token ids that a model has beyond Megatron's ``vocab_size``.
+    """Token ids that a model has beyond Megatron's ``vocab_size``: ``vocab_extra_ids``.
 
-    For a NullTokenizer that is the flag, to which the tokenizer adds an end token.
+    For a NullTokenizer ``vocab_size`` is the flag, to which the tokenizer adds an end token.
     """
-    if arguments.get("tokenizer_type") != "NullTokenizer":
-        return 0
-    return 1 + int(arguments.get("vocab_extra_ids") or 0)
+    ends = arguments.get("tokenizer_type") == "NullTokenizer"
+    return int(arguments.get("vocab_extra_ids") or 0) + (1 if ends else 0)
 
 
 def config_of(

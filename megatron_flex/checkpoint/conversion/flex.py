@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_flex.checkpoint.conversion.arguments import KEPT, megatron_arguments
-from megatron_flex.checkpoint.conversion.hugging_face.companions import PATHS, beside, install
+from megatron_flex.checkpoint.conversion.hugging_face.companions import beside, install, moved
 from megatron_flex.checkpoint.conversion.weights import Weights
 from megatron_flex.checkpoint.errors import CheckpointError
 from megatron_flex.checkpoint.layout import locate
@@ -43,18 +43,21 @@ def read_flex(directory: Path, *, iteration: int | None = None) -> Weights:
     )
 
 
+def plain_arguments(weights: Weights) -> dict[str, Any]:
+    """The arguments of a model that a checkpoint can hold, by Megatron's names."""
+    arguments = vars(megatron_arguments(weights, ckpt_format="torch_dcp"))
+    return {n: v for n, v in arguments.items() if type(v) in (bool, int, float, str)}
+
+
 def write_flex(directory: Path, weights: Weights) -> Path:
     """Write a checkpoint that a run takes its weights from (``--finetune``)."""
-    arguments = vars(megatron_arguments(weights, ckpt_format="torch_dcp"))
+    arguments = plain_arguments(weights)
     if weights.companions is not None:
-        folder = install(weights.companions, directory).absolute()
-        for name in PATHS:
-            path = Path(arguments.get(name) or "")
-            if path.parent == weights.companions:
-                arguments[name] = str(folder / path.name)
+        install(weights.companions, directory)
+        arguments = moved(arguments, weights.companions, directory)
     common: dict[str, Any] = {
         MODEL: asdict(weights.config),
-        "arguments": {n: v for n, v in arguments.items() if type(v) in (bool, int, float, str)},
+        "arguments": arguments,
         "progress": {
             "iteration": weights.iteration,
             "consumed_samples": weights.consumed_samples,

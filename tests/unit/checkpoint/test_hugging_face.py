@@ -40,6 +40,7 @@ from tests.unit.checkpoint.hugging_face import (
 from tests.unit.model.support import make_batch
 
 LENGTHS = (40, 7, 1, 23)
+TOKENIZER = Path(__file__).resolve().parents[2] / "data/tokenizer_with_truncation/tokenizer.json"
 
 
 def is_bert(name: str) -> bool:
@@ -242,20 +243,38 @@ def test_a_bert_without_the_other_head_must_have_no_token_types(
 
 def test_tokenizer_files_go_along_and_the_checkpoint_names_them(tmp_path: Path) -> None:
     there, here, back = tmp_path / "there", tmp_path / "here", tmp_path / "back"
-    make("qwen2").save_pretrained(there)
-    shutil.copytree("tests/data/tokenizer_with_truncation", there, dirs_exist_ok=True)
+    make("qwen2", vocab_size=400).save_pretrained(there)
+    (there / "tokenizer.json").write_bytes(TOKENIZER.read_bytes())
     (there / "chat_template.jinja").write_text("{{ messages }}")
     (there / "README.md").write_text("not carried")
-    size = max(json.loads((there / "tokenizer.json").read_text())["model"]["vocab"].values()) + 1
-    assert to_flex(there, here) in (0, 1)
-    arguments = read_common(here)["arguments"]
-    if size <= 90:
-        assert arguments["vocab_extra_ids"] == 90 - size
+    assert to_flex(there, here) == 0
     shutil.rmtree(there)
+    arguments = read_common(here)["arguments"]
+    assert arguments["vocab_extra_ids"] == 80  # rows of the model without a token
+    assert arguments["tokenizer_model"] == str(here / "hugging_face" / "tokenizer.json")
+    config = parse(
+        f"--use-checkpoint-args --load {here} --data-path x --seq-length 32 --lr 1e-3"
+        " --micro-batch-tokens 64 --global-batch-size 4 --train-iters 1".split(),
+        world_size=1,
+        saved_values=partial(_arguments_of, here),
+    )
+    model = config.model_config(320)
+    assert (model.vocab_size, model.padded_vocab_size) == (400, 400)
     assert to_hf(here, back) == 0
     names = {path.name for path in back.iterdir()}
     assert {"config.json", "tokenizer.json", "chat_template.jinja"} <= names
     assert "README.md" not in names
+    assert transformers.AutoTokenizer.from_pretrained(back).vocab_size >= 320
+
+
+def test_a_tokenizer_that_does_not_fit_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make("qwen2").save_pretrained(tmp_path / "there")
+    (tmp_path / "there" / "tokenizer.json").write_bytes(TOKENIZER.read_bytes())
+    assert to_flex(tmp_path / "there", tmp_path / "here") == 0
+    assert "has 320 ids here and the model 90 rows" in capsys.readouterr().out
+    assert read_common(tmp_path / "here")["arguments"]["tokenizer_type"] == "NullTokenizer"
 
 
 def _arguments_of(directory: Path, _: Config) -> dict[str, Any]:

@@ -64,6 +64,15 @@ def install(source: Path, directory: Path) -> Path:
     return folder
 
 
+def moved(arguments: Mapping[str, Any], source: Path, directory: Path) -> dict[str, Any]:
+    """Arguments that name files of ``source``, with the copies that ``install`` makes of them."""
+    result, folder = dict(arguments), directory.absolute() / FOLDER
+    for name in PATHS:
+        if name in result and Path(result[name]).parent == source:
+            result[name] = str(folder / Path(result[name]).name)
+    return result
+
+
 def copy(files: list[Path], directory: Path) -> None:
     """Copy files into a directory, and wait until the disk has them."""
     for path in files:

@@ -8,7 +8,7 @@ import re
 import secrets
 import shutil
 from argparse import Namespace
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -59,11 +59,13 @@ class ReadOptions:
         ignored: fields of config.json that are not looked at.
         max_position_embeddings: the longest sample, where the model allows more.
         checking: tensors that have no place are an error.
+        say: gets a sentence about what is not as one may expect.
     """
 
     ignored: tuple[str, ...] = ()
     max_position_embeddings: int | None = None
     checking: bool = True
+    say: Callable[[str], object] = print
 
 
 def read_hugging_face(
@@ -92,7 +94,7 @@ def read_hugging_face(
         _check_superfluous(config, family, stored, tensors.used)
     arguments, remark = companions.tokenizer_arguments(directory, config.vocab_size)
     if remark:
-        print(f"{directory}: {remark}")
+        options.say(f"{directory}: {remark}")
     # Samples of the full length are not what a run usually wants: it gives --seq-length itself.
     return Weights(
         replace(config, params_dtype="bfloat16" if tensors.dtype is torch.bfloat16 else "float32"),
