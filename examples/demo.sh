@@ -71,6 +71,7 @@ TRAINING_ARGS=(
 )
 MODEL_PARALLEL_ARGS=(--distributed-backend gloo)
 if [[ ${PLAN:-} == each ]]; then
+  # The planner also says how each batch is cut: documents of up to 8,192 tokens, to slices.
   MODEL_PARALLEL_ARGS+=(
     --flexpipe
     --flexpipe-memory-budget-gb "$BUDGET_GB"
@@ -80,6 +81,9 @@ elif [[ -n ${PLAN:-} ]]; then
   MODEL_PARALLEL_ARGS+=(--flexpipe-plan "$PLAN")
 else
   MODEL_PARALLEL_ARGS+=(--pipeline-model-parallel-size "$WORKERS")
+fi
+if [[ ${PLAN:-} != each ]]; then
+  MODEL_PARALLEL_ARGS+=(--micro-batch-tokens 1024 --flexpipe-slice-tokens 1024)
 fi
 DATA_ARGS=(--data-path "$RUN/data/stdlib_text_document" --split "97,3,0" "${TOKENIZER_ARGS[@]}")
 EVAL_AND_LOGGING_ARGS=(
