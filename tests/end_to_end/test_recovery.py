@@ -38,13 +38,16 @@ PLANS = (
 
 @pytest.fixture(scope="module")
 def flags(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """A small model on data of very uneven lengths, on plans that change from line to line."""
+    """A small model on data of very uneven lengths, on plans that change from line to line.
+
+    Nearly all samples are cut to slices, so that who is killed is in the middle of some chain.
+    """
     directory = tmp_path_factory.mktemp("data")
     prefix = runs.write_documents(directory / "text")
     script = directory / "plans.txt"
     script.write_text(30 * PLANS)
     more = f"--data-path {prefix} --split 1,0,0 --flexpipe-plans {script} --flexpipe-bitwise"
-    more += " --lr-decay-iters 240"
+    more += " --lr-decay-iters 240 --flexpipe-slice-tokens 12"
     return [*runs.MODEL, *runs.TRAINING, *shlex.split(more)]
 
 
@@ -71,6 +74,7 @@ def undisturbed(
     """Loss and norm of each iteration of a run in which nothing happens."""
     iterations = str(PER_KILL * count(2, 20))
     found = runs.run(workers, SIZE, [*flags, "--train-iters", iterations], timeout=600.0)
+    assert min(r.extra["slices"] / r.extra["micro-batches"] for r in found.history.iterations) > 0.5
     pairs = zip(found.losses, found.norms, strict=True)
     return {i: [*loss, norm or 0.0] for i, (loss, norm) in enumerate(pairs, 1)}
 
