@@ -47,6 +47,7 @@ from megatron_flex.planner.lookahead import Lookahead
 from megatron_flex.planner.native_search import SearchProblem
 from megatron_flex.planner.options import PlannerOptions
 from megatron_flex.planner.planner import Planner
+from megatron_flex.planner.pool import Pool
 from megatron_flex.planner.presets import PAPER_DEVICES, model
 from megatron_flex.planner.switching import Running
 
@@ -239,7 +240,7 @@ def actions(count: int, samples: int, who: str, budgets: Sequence[int]) -> Count
         if who == "lookahead":
             finders[number + WINDOW - 1] = planner.finder(ways(number + WINDOW - 1))
             window = [finders[k] for k in range(number, number + WINDOW)]
-            decision = own.decide_among(window, running)
+            decision, _ = own.decide_among(window, running, Pool.empty())
             batch = finders.pop(number).pricers[decision.micro_batching].batch
         else:
             lengths = mixture_lengths(10_000 * samples + number, np.arange(samples))

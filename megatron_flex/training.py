@@ -399,6 +399,8 @@ class Trainer:
         notes["plan"] = f"({','.join(map(str, choice.plan.degrees))})"
         if choice.action:
             notes["action"] = choice.action
+        if choice.simulations is not None:
+            extra["simulations"] = choice.simulations
         if stall is not None:
             extra["switch-stall"] = stall
             notes["switch stall (ms)"] = f"{1000 * stall:.1f}"

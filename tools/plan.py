@@ -55,6 +55,7 @@ from megatron_flex.planner.lookahead import Lookahead
 from megatron_flex.planner.options import PlannerOptions
 from megatron_flex.planner.plan import Plan, PlanError
 from megatron_flex.planner.planner import Planner
+from megatron_flex.planner.pool import Pool
 from megatron_flex.planner.presets import MODELS, model
 from megatron_flex.planner.service import Service
 from megatron_flex.planner.switching import Running
@@ -114,7 +115,7 @@ def parser(beside_a_run: bool = False) -> argparse.ArgumentParser:
     p.add_argument("--memory-budget-gb", type=float, help="of a device; default: the cluster's")
     p.add_argument("--lookahead", type=int, default=4, help="batches planned together")
     p.add_argument("--margin", type=float, default=0.02, help="what a switch must save, as a part")
-    p.add_argument("--simulations", type=int, default=4, help="candidates simulated; 0: none")
+    p.add_argument("--simulations", type=int, default=50, help="plans simulated; 0: none")
     p.add_argument("--shard-optimizer", action="store_true", help="optimizer state over replicas")
     p.add_argument("--no-memory-optimisation", action="store_true", help="ablation: no O_plan")
     p.add_argument("--no-bounds", action="store_true", help="ablation: HBSA without its bounds")
@@ -206,6 +207,7 @@ def decisions(
     if current is not None:
         running = planner.running(current, batches[0][0])
     found = []
+    pool = Pool.empty()
     for number, batch in enumerate(shown(batches, "plan", unit=" batches")):
         start = time.perf_counter()
         if chosen.planner == "hbsa":
@@ -216,9 +218,10 @@ def decisions(
             candidate = finder.best_of(static, running, "static")
             decision = planner.choose(finder, [candidate], running)
         elif lookahead is not None:
-            decision = lookahead.decide(batches[number : number + chosen.lookahead], running)
+            window = batches[number : number + chosen.lookahead]
+            decision, pool = lookahead.decide_with(pool, window, running)
         else:
-            decision = planner.decide(batch, running)
+            decision, pool = planner.decide_with(pool, batch, running)
         found.append((decision, time.perf_counter() - start))
         running = planner.running(decision.plan, batch[decision.micro_batching])
     return found
@@ -238,7 +241,7 @@ def smallest(
     began = time.perf_counter()
 
     def fits(budget: int) -> bool:
-        chosen = replace(planner.options, budget=budget)
+        chosen = replace(planner.options, budget=budget, simulations=0)
         bar.update(min(SECONDS, time.perf_counter() - began) - bar.n)
         try:
             other = Planner(units.config, units.profile, units.cluster, chosen)

@@ -61,6 +61,10 @@ class FlexpipeOptions:
     """Coming batches that are planned together; with --flexpipe-planner static, the batches that
     the layout is chosen for."""
 
+    flexpipe_simulations: str = option("auto", own=True)
+    """Plans that a decision of the planner simulates before it chooses; 0: none, it goes by its
+    closed form. auto: as many as fit into 30 % of an iteration's time; the log has the number."""
+
     flexpipe_unit: Literal["block", "layer"] = option("block", own=True)
     """What stages are cut between: halves of layers, or whole layers as in the paper."""
 
@@ -115,6 +119,11 @@ class FlexpipeOptions:
     def slice_tokens(self) -> int | None:
         """``flexpipe_slice_tokens`` as a number; ``None``: by cost."""
         return None if self.flexpipe_slice_tokens == "auto" else int(self.flexpipe_slice_tokens)
+
+    @property
+    def simulations(self) -> int | None:
+        """``flexpipe_simulations`` as a number; ``None``: as many as fit."""
+        return None if self.flexpipe_simulations == "auto" else int(self.flexpipe_simulations)
 
     @property
     def memory_budget(self) -> int | None:

@@ -461,9 +461,15 @@ def _switching(config: Config) -> Problems:
     planned = (
         "flexpipe_planner",
         "flexpipe_lookahead",
+        "flexpipe_simulations",
         "flexpipe_unit",
     )
     yield from _without(config, "--flexpipe", f.flexpipe, planned)
+    if not re.fullmatch(r"auto|\d{1,6}", f.flexpipe_simulations):
+        yield (
+            f"--flexpipe-simulations {f.flexpipe_simulations}: expected a number of simulations,"
+            " such as 50, or auto"
+        )
     if f.flexpipe and f.flexpipe_plans is not None:
         yield "--flexpipe chooses the plans that --flexpipe-plans would give: remove one of them"
     for given, flag in ((f.flexpipe, "--flexpipe"), (f.flexpipe_record, "--flexpipe-record")):

@@ -82,6 +82,7 @@ class PlannedPlans:
             frozenset(answer.late),
             uncorrected,
             answer.whole or None,
+            decision.simulations,
         )
 
     def _keep(self, iteration: int) -> Choice:

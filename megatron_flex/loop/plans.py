@@ -26,6 +26,7 @@ class Choice:
             for lack of room for an early copy.
         uncorrected: ``seconds`` as the cost model has it, without what earlier iterations taught.
         whole: the same with whole samples, where some are cut to slices.
+        simulations: how many the decision took; with as many it is repeated exactly.
     """
 
     plan: Plan
@@ -35,6 +36,7 @@ class Choice:
     late: frozenset[tuple[int, int]] = frozenset()
     uncorrected: float | None = None
     whole: float | None = None
+    simulations: int | None = None
 
     def to_json(self) -> dict[str, Any]:
         """What the first worker tells the others."""

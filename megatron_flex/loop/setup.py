@@ -36,6 +36,7 @@ def planner_setup(
         unit=f.flexpipe_unit,
         schedule=config.schedule,
         lookahead=f.flexpipe_lookahead,
+        simulations=f.simulations,
         budget=f.memory_budget,
         exact_memory=True,
         bitwise=f.flexpipe_bitwise,

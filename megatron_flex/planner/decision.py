@@ -115,6 +115,7 @@ class Decision:
         runner_up: the second-best plan and its prediction.
         budget: bytes that each device may use.
         planner: who decided.
+        simulations: how many it took; with as many it is repeated exactly.
     """
 
     plan: Plan
@@ -126,6 +127,7 @@ class Decision:
     runner_up: tuple[Plan, Predicted] | None
     budget: float
     planner: str
+    simulations: int = 0
 
     def to_json(self) -> str:
         """All of it as JSON; :meth:`from_json` reads it back to an equal decision."""
@@ -151,6 +153,7 @@ class Decision:
             runner_up=None if second is None else (Plan.parse(second["plan"]), _predicted(second)),
             budget=data["budget"],
             planner=data["planner"],
+            simulations=data["simulations"],
         )
 
 

@@ -11,7 +11,11 @@ model does not see; plans that are about as good as the running one are not swit
 
 A window ends with the switch back to the static plan (its terminal cost). With it the rolling
 sequence is never worse than the static plan: continuing as planned and then returning is always
-one of the next window's paths. All of this holds for predicted costs, by the closed form.
+one of the next window's paths.
+
+Where plans are simulated, the path's first plan is one candidate among many, and what they cost is
+:class:`Ahead`'s: of the rolling sequence the same holds then in simulated time, for windows of any
+length, one batch included.
 """
 
 from __future__ import annotations
@@ -21,12 +25,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+from megatron_flex.planner.anytime import Entry
 from megatron_flex.planner.build import Batch
 from megatron_flex.planner.candidates import Candidate, Finder
 from megatron_flex.planner.decision import Decision
 from megatron_flex.planner.hbsa import Hbsa
 from megatron_flex.planner.plan import Plan
 from megatron_flex.planner.planner import Planner, running_of
+from megatron_flex.planner.pool import Pool
 from megatron_flex.planner.switching import Running
 
 MAX_CANDIDATES = 32
@@ -42,12 +48,14 @@ class Path:
         iterations: seconds of all iterations.
         switches: seconds of all switches with their margins, the first one included.
         terminal: seconds of the switch back to the static plan after the window.
+        rest: least seconds that any candidates take for the batches after the first.
     """
 
     plans: tuple[Candidate, ...]
     iterations: float
     switches: float
     terminal: float
+    rest: float = 0.0
 
     @property
     def seconds(self) -> float:
@@ -72,38 +80,68 @@ class Lookahead:
         self._switches = planner.switches
 
     def decide(self, window: Sequence[Sequence[Batch]], running: Running | None) -> Decision:
-        """The decision for the first batch of the window: the first plan of the best path.
+        """:meth:`decide_with` without plans of earlier batches."""
+        return self.decide_with(Pool.empty(), window, running)[0]
+
+    def decide_with(
+        self,
+        pool: Pool,
+        window: Sequence[Sequence[Batch]],
+        running: Running | None,
+        count: int | None = None,
+    ) -> tuple[Decision, Pool]:
+        """The decision for the first batch of the window, and the pool after it.
+
+        Without simulations it is the first plan of the best path; with them what takes least time
+        in its own simulation and, by the closed form, after it.
 
         Args:
+            pool: plans that were good for earlier batches.
             window: for each coming batch, the ways of cutting it to micro-batches.
             running: the iteration before; ``None`` at the start.
+            count: simulations; default what the options say.
 
         Raises:
             Infeasible: no plan fits the first batch. (Later batches that fit no plan end the
                 window before them.)
         """
-        return self.decide_among([self.planner.finder(ways) for ways in window], running)
+        finders = [self.planner.finder(ways) for ways in window]
+        return self.decide_among(finders, running, pool, count)
 
-    def decide_among(self, finders: Sequence[Finder], running: Running | None) -> Decision:
-        """:meth:`decide`, with finders that the caller keeps from window to window."""
+    def decide_among(
+        self,
+        finders: Sequence[Finder],
+        running: Running | None,
+        pool: Pool,
+        count: int | None = None,
+    ) -> tuple[Decision, Pool]:
+        """:meth:`decide_with`, with finders that the caller keeps from window to window."""
         path = self.best_path(finders, running)
         if path is None:  # the last word is the planner's
-            return self.planner.choose(finders[0], [], running)
+            return self.planner.choose(finders[0], [], running), pool
         first = path.plans[0]
         found = [first]
         if running is not None:
             found.append(finders[0].best_of(running.plan, running, "current"))
         found += finders[0].searched(running)
-        return self.planner.choose(finders[0], found, running, settled=first)
+        count = self.planner.options.simulations if count is None else count
+        if count == 0:
+            return self.planner.choose(finders[0], found, running, settled=first), pool
+        ahead = Ahead(self, finders, running, path)
+        return self.planner.search(
+            finders[0], found, running, pool, count, ahead, (self.static, Plan(first.plan.stages))
+        )
 
     def best_path(self, finders: Sequence[Finder], running: Running | None) -> Path | None:
         """The shortest path; ``None`` when nothing fits the first batch."""
         layers = self._candidates(finders, running)
         # The cheapest way to run each candidate now: all seconds, iterations, switches, plans.
         best: list[_Reached] = []
+        rest = 0.0
         for number, layer in enumerate(layers):
             if not layer:
                 break
+            rest += min(c.price.seconds for c in layer) if number else 0.0
             if number == 0:
                 best = [self._start(running, candidate) for candidate in layer]
             else:
@@ -113,8 +151,8 @@ class Lookahead:
         for total, iterations, switches, plans in best:
             if shortest is not None and total >= shortest.seconds:
                 break  # and so are all that follow: a switch never takes less than nothing
-            back = self._edge(self._running(plans[-1]), self.static)
-            path = Path(plans, iterations, switches, back)
+            back = self.edge(self.running_of(plans[-1]), self.static)
+            path = Path(plans, iterations, switches, back, rest)
             if shortest is None or path.seconds < shortest.seconds:
                 shortest = path
         return shortest
@@ -122,7 +160,7 @@ class Lookahead:
     def _start(self, running: Running | None, candidate: Candidate) -> _Reached:
         """The first batch with one candidate."""
         own = candidate.price.seconds
-        change = 0.0 if running is None else self._edge(running, candidate.plan)
+        change = 0.0 if running is None else self.edge(running, candidate.plan)
         return (own + change, own, change, (candidate,))
 
     def _extend(self, best: list[_Reached], candidate: Candidate) -> _Reached:
@@ -135,7 +173,7 @@ class Lookahead:
         for reached in best:
             if found is not None and reached[0] >= found[0]:
                 break
-            edge = self._edge(self._running(reached[3][-1]), candidate.plan)
+            edge = self.edge(self.running_of(reached[3][-1]), candidate.plan)
             if found is None or reached[0] + edge < found[0]:
                 found = (reached[0] + edge, edge, reached)
         assert found is not None
@@ -151,10 +189,10 @@ class Lookahead:
         switches = 0.0
         if math.isfinite(iterations):
             if running is not None:
-                switches += self._edge(running, found[0].plan)
+                switches += self.edge(running, found[0].plan)
             for one, other in pairwise(found):
-                switches += self._edge(self._running(one), other.plan)
-            terminal = self._edge(self._running(found[-1]), self.static)
+                switches += self.edge(self.running_of(one), other.plan)
+            terminal = self.edge(self.running_of(found[-1]), self.static)
         else:
             terminal = 0.0
         return Path(tuple(found), iterations, switches, terminal)
@@ -169,13 +207,14 @@ class Lookahead:
             except ValueError:
                 break
             plans.append(Plan(decision.plan.stages))
-            running = self._running(finder.best_of(decision.plan, None, "hbsa"))
+            running = self.running_of(finder.best_of(decision.plan, None, "hbsa"))
         return plans
 
-    def _running(self, candidate: Candidate) -> Running:
+    def running_of(self, candidate: Candidate) -> Running:
+        """An iteration of a candidate, as the switch after it sees it."""
         return running_of(self.planner.units, candidate.price)
 
-    def _edge(self, running: Running, plan: Plan) -> float:
+    def edge(self, running: Running, plan: Plan) -> float:
         """Seconds of a switch, and the margin that every switch must be worth on top."""
         if running.plan.stages == plan.stages:
             return 0.0
@@ -207,3 +246,78 @@ class Lookahead:
             priced = [finder.best_of(plan, None, "window") for plan in kept]
             layers.append([c for c in priced if c.price.fits])
         return layers
+
+
+class Ahead:
+    """What a plan for the first batch of a window costs besides its own iteration.
+
+    The switch to it, and the least of three ways on: it stays for the window, the next batch joins
+    the best path, or the next batch is back on the static plan. Then the way back from the last
+    plan to the static one. Later iterations are priced by the closed form, and count with what they
+    take more than the least that is known of.
+
+    A plan may be chosen only where its iteration, the switch to it and that back to the static plan
+    are no more than the static plan's iteration with the switch to that: so, whatever the window
+    hopes for, the sum over a run stays at or below the static plan's.
+    """
+
+    def __init__(
+        self,
+        lookahead: Lookahead,
+        finders: Sequence[Finder],
+        running: Running | None,
+        path: Path,
+    ) -> None:
+        self._lookahead = lookahead
+        self._finders = finders
+        self._running = running
+        self._path = path
+        self._length = len(path.plans)
+        self._static = self._later(lookahead.static)
+        self._bar = math.inf
+        self._known: dict[Entry, float] = {}
+
+    def least(self, plan: Plan) -> float:
+        """The switch alone."""
+        if self._running is None:
+            return 0.0
+        return self._lookahead.edge(self._running, plan)
+
+    def of(self, candidate: Candidate) -> float:
+        """All of it."""
+        entry = Plan(candidate.plan.stages), candidate.micro_batching
+        if entry not in self._known:
+            self._known[entry] = self.least(candidate.plan) + self._on(candidate)
+        return self._known[entry]
+
+    def allows(self, candidate: Candidate, seconds: float) -> bool:
+        """Whether it keeps the run at or below the static plan; that itself sets the bar."""
+        own = seconds + self.least(candidate.plan)
+        static = self._lookahead.static
+        if candidate.plan.stages == static.stages:
+            self._bar = min(self._bar, own)
+            return True
+        back = self._lookahead.edge(self._lookahead.running_of(candidate), static)
+        return own + back <= self._bar
+
+    def _later(self, plan: Plan) -> tuple[Candidate, ...]:
+        """A plan for the later batches of the window, each cut as suits it best."""
+        return tuple(f.best_of(plan, None, "window") for f in self._finders[1 : self._length])
+
+    def _on(self, candidate: Candidate) -> float:
+        """From the first batch on."""
+        after = self._lookahead.running_of(candidate)
+        ways = [self._static, self._path.plans[1:]]
+        if self._length > 1 and candidate.plan.stages != self._lookahead.static.stages:
+            ways.append(self._later(Plan(candidate.plan.stages)))
+        return max(0.0, min(self._through(after, plans) for plans in ways) - self._path.rest)
+
+    def _through(self, after: Running, plans: Sequence[Candidate]) -> float:
+        """Later iterations on given plans, their switches, and that back to the static plan."""
+        total = 0.0
+        for candidate in plans:
+            total += self._lookahead.edge(after, candidate.plan) + candidate.price.seconds
+            if not math.isfinite(total):
+                return total
+            after = self._lookahead.running_of(candidate)
+        return total + self._lookahead.edge(after, self._lookahead.static)

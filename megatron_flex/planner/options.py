@@ -38,8 +38,8 @@ class PlannerOptions:
         exact_memory: fit the plans that a decision is between by their instruction lists; else by
             the searches' bound.
         bitwise: gradients are summed exactly, which takes 8 more bytes a parameter.
-        simulations: candidates whose schedule is simulated before the choice; 0: none.
-        refinements: simulations spent on moving the chosen plan's cuts, if it is in a V.
+        simulations: plans whose schedule a decision simulates, all together; 0: none. ``None``:
+            as many as fit into a part of the iteration (``planner/pace.py``).
         server_groups_above: with more devices than this, groups are whole servers.
         message_busy: part of a message's time that keeps its receiver from computing.
         host_exposed: part of a host transfer's time that computing does not hide.
@@ -62,8 +62,7 @@ class PlannerOptions:
     whole_budget: int | None = None
     exact_memory: bool = False
     bitwise: bool = False
-    simulations: int = 4
-    refinements: int = 6
+    simulations: int | None = 50
     server_groups_above: int = 128
     message_busy: float = 0.0
     host_exposed: float = 0.3
@@ -106,6 +105,7 @@ class PlannerOptions:
         for name in ("message_busy", "host_exposed", "travel"):
             if not 0.0 <= getattr(self, name) <= 1.0:
                 raise ValueError(f"{name} must be between 0 and 1, not {getattr(self, name)}")
-        for name in ("simulations", "refinements", "server_groups_above"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name} must not be negative: {getattr(self, name)}")
+        for name in ("simulations", "server_groups_above"):
+            number = getattr(self, name)
+            if number is not None and number < 0:
+                raise ValueError(f"{name} must not be negative: {number}")

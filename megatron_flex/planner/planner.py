@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 
 from megatron_flex.cluster.cluster import Cluster
 from megatron_flex.cluster.profile import Profile
 from megatron_flex.model.config import ModelConfig
+from megatron_flex.planner.anytime import LEAD, Entry, Trial, search
 from megatron_flex.planner.build import Batch, ModelCosts
 from megatron_flex.planner.candidates import TIE, Candidate, Finder
 from megatron_flex.planner.decision import Decision, Infeasible, Predicted, Reason, action_of
@@ -25,14 +26,21 @@ from megatron_flex.planner.limits import allowance, room_for_messages
 from megatron_flex.planner.maker import Maker
 from megatron_flex.planner.options import AUTO, PlannerOptions
 from megatron_flex.planner.plan import Plan, PlanError
+from megatron_flex.planner.pool import Pool
 from megatron_flex.planner.pricing import Price
-from megatron_flex.planner.refine import refine
-from megatron_flex.planner.simulation import Prediction
+from megatron_flex.planner.simulation import Prediction, predict
 from megatron_flex.planner.squeeze import squeezed
 from megatron_flex.planner.static import static_plan
 from megatron_flex.planner.switching import LiveSwitches, Running
+from megatron_flex.planner.trials import Beyond, Simulated, Switching, Trials, moves_of
 from megatron_flex.schedule.list_scheduler import policy
 
+DEFAULT_SIMULATIONS = 50
+"""Of a decision, where nobody says how many fit into an iteration."""
+FEW = 4
+"""Candidates that are simulated where none is searched for."""
+VERIFIED = 4
+"""Programs that are made at most to see which of the best found is the best."""
 LAST_TRIES = 8
 """Plans that are looked at exactly where the bound says that none fits."""
 NEIGHBOURS = 40
@@ -161,12 +169,25 @@ class Planner:
         running: Running | None,
         others: Sequence[tuple[Plan, str]] = (),
     ) -> Decision:
-        """The best plan for the next iteration, whatever follows it.
+        """:meth:`decide_with` without plans of earlier batches."""
+        return self.decide_with(Pool.empty(), batches, running, others)[0]
+
+    def decide_with(
+        self,
+        pool: Pool,
+        batches: Sequence[Batch],
+        running: Running | None,
+        others: Sequence[tuple[Plan, str]] = (),
+        count: int | None = None,
+    ) -> tuple[Decision, Pool]:
+        """The best plan for the next iteration, whatever follows it, and the pool after it.
 
         Args:
+            pool: plans that were good for the batches before it.
             batches: the ways of cutting its batch to micro-batches.
             running: the iteration before it; ``None`` at the start.
             others: further plans to consider, with where they come from.
+            count: simulations; default what the options say.
 
         Raises:
             Infeasible: no plan fits.
@@ -180,7 +201,97 @@ class Planner:
             # A fused backward runs best on equal degrees, which the closed form does not know.
             found += [finder.best_of(plan, running, "static") for plan in self.even_plans]
         found += [finder.best_of(plan, running, origin) for plan, origin in others]
-        return self.choose(finder, found, running)
+        return self.search(finder, found, running, pool, count)
+
+    def search(
+        self,
+        finder: Finder,
+        found: Sequence[Candidate],
+        running: Running | None,
+        pool: Pool,
+        count: int | None = None,
+        beyond: Beyond | None = None,
+        first: Sequence[Plan] = (),
+    ) -> tuple[Decision, Pool]:
+        """The best plan that a search by simulation finds, and the pool after it.
+
+        The pool's plans are tried first, then ``found``, the best of them first, and moves from
+        what is best so far (:mod:`anytime`).
+
+        Args:
+            count: simulations; default what the options say.
+            beyond: what a plan costs besides its iteration; default the switch to it.
+            first: plans that are tried before all others, cut in every way.
+        """
+        count = self.options.simulations if count is None else count
+        count = DEFAULT_SIMULATIONS if count is None else count
+        fits = [c for c in found if c.price.fits]
+        if count == 0 or not fits:
+            decision = self.choose(finder, found, running)
+            return replace(decision, simulations=min(count, 1)), pool
+        current = None if running is None else running.plan
+        kept = next((c for c in found if current and c.plan.stages == current.stages), None)
+
+        def trials(beyond: Beyond) -> Trials:
+            return Trials(
+                self.units,
+                finder,
+                running,
+                lambda c: self.fitted(finder, c, current),
+                lambda c: self.runs(c, running),
+                beyond,
+            )
+
+        stay: Trial[Simulated] | None = None
+        own = None if kept is None else (Plan(kept.plan.stages), kept.micro_batching)
+        if own is not None and beyond is None:
+            # What it is measured by comes first.
+            stay = trials(Switching(finder, running, 0.0))(own, math.inf)
+            margin = 0.0 if stay is None else self.options.margin * stay.score
+            beyond = Switching(finder, running, margin)
+        tried = trials(beyond or Switching(finder, running, 0.0))
+        ways = range(len(finder.pricers))
+        starts = itertools.chain(
+            ((plan, way) for plan in first for way in ways),
+            () if own is None else (own,),
+            _in_turn(
+                [(plan, min(way, ways[-1])) for plan, way in pool.entries],
+                [(Plan(c.plan.stages), c.micro_batching) for c in self._promising(finder, fits)],
+            ),
+            self._even_entries(finder, running),
+        )
+        result = search(
+            lambda entry, stop: stay if stay and entry == own else tried(entry, stop),
+            starts,
+            partial(
+                moves_of,
+                self.elements,
+                len(ways),
+                straight=self.options.straight,
+                v=self.options.v,
+            ),
+            count,
+        )
+        if not result.trials:
+            decision = self.choose(finder, found, running)
+            return replace(decision, simulations=result.simulations), pool
+        best, prediction = self._verified(finder, result.trials)
+        mine = next(
+            (t for t in result.trials if current and t.entry[0].stages == current.stages), None
+        )
+        kept = None if kept is None else self.fitted(finder, kept, current)
+        second = next((t for t in result.trials if t.entry[0].stages != best.entry[0].stages), None)
+        decision = self._decision(
+            finder,
+            running,
+            Judged(best.detail.candidate, prediction),
+            kept if mine is None else mine.detail.candidate,
+            None if mine is None else mine.detail.predicted,
+            None if second is None else (second.entry[0], second.detail.predicted),
+        )
+        if stay is not None and own is not None:
+            tried.seconds[own] = stay.detail.seconds
+        return replace(decision, simulations=result.simulations), pool.after(tried.seconds)
 
     def choose(
         self,
@@ -189,7 +300,7 @@ class Planner:
         running: Running | None,
         settled: Candidate | None = None,
     ) -> Decision:
-        """Simulate the best few candidates and decide between them.
+        """Decide between a few candidates, by the closed form or by their simulation.
 
         ``settled``: it has been chosen for what comes after, and is only compared.
         """
@@ -197,14 +308,7 @@ class Planner:
         kept = next((c for c in found if current and c.plan.stages == current.stages), None)
         ranked = sorted(_distinct(found), key=lambda c: _rank(c, current, c.seconds))
         ranked = [c for c in ranked if c.price.fits] or self._by_program(finder, ranked, running)
-        number = max(1, self.options.simulations)
-        if self.options.simulations and not self.options.split and len(ranked) > number:
-            # Which few to simulate is decided by a nearer estimate.
-            ranked = sorted(
-                ranked[: 3 * number],
-                key=lambda c: finder.pricers[c.micro_batching].refined(c.price) + c.switch_seconds,
-            )
-        few = self._fitting(finder, ranked, number, running)
+        few = self._fitting(finder, ranked, 1 if self.options.simulations == 0 else FEW, running)
         kept = None if kept is None else self.fitted(finder, kept, current)
         if settled is not None:
             settled = self.fitted(finder, settled, current)
@@ -226,12 +330,34 @@ class Planner:
             saved = mine.predicted.total - best.predicted.total
             if saved < self.options.margin * mine.predicted.total:
                 best = mine
-        best = self._refine(finder, best, current)
         second = next(
             (j for j in judged if j.candidate.plan.stages != best.candidate.plan.stages), None
         )
+        return self._decision(
+            finder,
+            running,
+            best,
+            kept,
+            None if mine is None else mine.predicted,
+            None if second is None else (second.candidate.plan, second.predicted),
+        )
+
+    def _decision(
+        self,
+        finder: Finder,
+        running: Running | None,
+        best: Judged,
+        kept: Candidate | None,
+        mine: Predicted | None,
+        second: tuple[Plan, Predicted] | None,
+    ) -> Decision:
+        """For ``best``; ``kept`` is the current plan, ``mine`` its prediction if it fits."""
+        current = None if running is None else running.plan
+        stays = current is not None and best.candidate.plan.stages == current.stages
         # Conditions compare the current plan with the best other one.
-        target = second if mine is best else best
+        target: Predicted | None = best.predicted
+        if stays:
+            mine, target = best.predicted, None if second is None else second[1]
         cut = finder.pricers[best.candidate.micro_batching].batch.target
         plan = replace(best.candidate.plan, cut=cut)
         if best.simulated is not None:
@@ -242,11 +368,51 @@ class Planner:
             micro_batching=best.candidate.micro_batching,
             predicted=best.predicted,
             reasons=conditions(self.units, kept, mine, target, self.options.margin),
-            current=None if mine is None else mine.predicted,
-            runner_up=None if second is None else (second.candidate.plan, second.predicted),
+            current=mine,
+            runner_up=second,
             budget=self.units.budget,
             planner=self.options.planner,
         )
+
+    def _promising(self, finder: Finder, fits: Sequence[Candidate]) -> list[Candidate]:
+        """Candidates in the order in which they are worth a simulation."""
+        found = sorted(_distinct(fits), key=lambda c: _rank(c, None, c.seconds))
+        if self.options.split:
+            return found
+
+        def nearer(c: Candidate) -> float:
+            return finder.pricers[c.micro_batching].refined(c.price) + c.switch_seconds
+
+        some = LEAD  # a nearer estimate takes time
+        return sorted(found[:some], key=nearer) + found[some:]
+
+    def _even_entries(self, finder: Finder, running: Running | None) -> Iterator[Entry]:
+        """Even plans, each cut as suits it best; priced when it comes to it."""
+        found = [finder.best_of(plan, running, "static") for plan in self.even_plans]
+        for c in sorted(found, key=lambda c: _rank(c, None, c.seconds)):
+            yield Plan(c.plan.stages), c.micro_batching
+
+    def _verified(
+        self, finder: Finder, ranked: Sequence[Trial[Simulated]]
+    ) -> tuple[Trial[Simulated], Prediction | None]:
+        """The best trial, judged by the program that will run, and its prediction.
+
+        A program may have to leave more memory free than a placement, and so take longer.
+        """
+        best: tuple[float, Trial[Simulated], Prediction | None] | None = None
+        for trial in ranked[:VERIFIED]:
+            if best is not None and best[0] <= trial.score:
+                break
+            found = trial.detail
+            batch = finder.pricers[found.candidate.micro_batching].batch
+            if self.fitter is None or len(self.units.devices) > MOST_DEVICES:
+                return trial, predict(self.units, found.candidate.plan, batch)
+            made = self.maker.keep(found.candidate.plan, batch).prediction
+            score = trial.score + made.seconds + found.swap - found.seconds
+            if best is None or score < best[0]:
+                best = score, trial, made
+        assert best is not None
+        return best[1:]
 
     def named(self, plan: Plan, batch: Batch) -> Plan:
         """The plan with the schedule that it will run under."""
@@ -329,16 +495,6 @@ class Planner:
         best = min(fitted, key=lambda c: c.price.shortfall).price
         raise finder.infeasible(best)
 
-    def _refine(self, finder: Finder, best: Judged, current: Plan | None) -> Judged:
-        """A chosen V with its cuts moved, if that is faster; a plan that is kept stays as it is."""
-        candidate, simulated = best.candidate, best.simulated
-        kept = current is not None and candidate.plan.stages == current.stages
-        if simulated is None or candidate.origin != "v" or kept:
-            return best
-        pricer = finder.pricers[candidate.micro_batching]
-        price, simulated = refine(pricer, candidate.price, simulated, self.options.refinements)
-        return Judged(replace(candidate, price=price), simulated)
-
     def _judge_all(
         self, finder: Finder, few: Sequence[Candidate], settled: Candidate | None
     ) -> list[Judged]:
@@ -390,8 +546,8 @@ def running_of(
 def conditions(
     costs: ModelCosts,
     kept: Candidate | None,
-    mine: Judged | None,
-    other: Judged | None,
+    mine: Predicted | None,
+    other: Predicted | None,
     margin: float,
 ) -> tuple[Reason, ...]:
     """Conditions A to D of the paper, device by device instead of in total.
@@ -415,7 +571,7 @@ def conditions(
                    after, budget, "bytes", price.fits)
         )  # fmt: skip
     if mine is not None and other is not None:
-        switched, stayed = other.predicted.total, mine.predicted.total
+        switched, stayed = other.total, mine.total
         text = "switching does not pay: other plan and switch >= current plan"
         if a:
             reasons.append(Reason("B", text, switched, stayed, "seconds", switched >= stayed))
@@ -439,6 +595,12 @@ def _rank(
         rounded = round(math.log(seconds) / TIE)
     away = current is None or candidate.plan.stages != current.stages
     return rounded, away, candidate.moved, len(candidate.plan.stages), str(candidate.plan)
+
+
+def _in_turn(*rows: Sequence[Entry]) -> Iterator[Entry]:
+    """One of each row in turn, until all are at their end."""
+    for some in itertools.zip_longest(*rows):
+        yield from (entry for entry in some if entry is not None)
 
 
 def _distinct(found: Sequence[Candidate]) -> list[Candidate]:

@@ -6,8 +6,10 @@ Messages are framed as :mod:`frames` says. The first sets it up (:class:`Setup`)
 is a :class:`Question` (which plan comes next?) or a :class:`Task` (what do the devices do in this
 iteration?). A question about a running iteration is answered by up to three messages: the program
 with which that iteration keeps its plan, the :class:`Answer`, and before it, where the plan
-changes, the program that switches. It holds no state that a decision depends on but the running
-correction of its predictions, which travels in the answers. A process, not a thread: a busy Python
+changes, the program that switches. What it remembers is a function of the
+questions so far: plans that were good (:mod:`pool`), and the running correction of its predictions,
+which travels in the answers. How many simulations a decision took, which may depend on clocks, is
+part of the decision, and a question may ask for as many. A process, not a thread: a busy Python
 thread slows a worker down.
 """
 
@@ -41,10 +43,12 @@ from megatron_flex.planner.limits import MARGIN
 from megatron_flex.planner.lookahead import Lookahead
 from megatron_flex.planner.maker import Made
 from megatron_flex.planner.options import PlannerOptions
+from megatron_flex.planner.pace import Pace
 from megatron_flex.planner.package import Package, digest, pack
 from megatron_flex.planner.plan import Plan, PlanError
 from megatron_flex.planner.planner import Planner
 from megatron_flex.planner.plans import plan_of
+from megatron_flex.planner.pool import Pool
 from megatron_flex.planner.simulation import predict
 from megatron_flex.planner.switching import Running, Way, switch
 from megatron_flex.planner.ways import batch_of, micro_batches, ways
@@ -133,6 +137,8 @@ class Question:
         memory: of newly measured iterations, the largest ratio of measured to predicted peak
             memory of a device.
         name: of the iteration before it as a task: its programs are wanted, too.
+        simulations: how many the decision takes, to repeat a recorded one; ``None``: as the options
+            say.
     """
 
     iteration: int
@@ -142,6 +148,7 @@ class Question:
     measured: tuple[tuple[float, float], ...] = ()
     memory: tuple[float, ...] = ()
     name: str = ""
+    simulations: int | None = None
 
     @property
     def keep(self) -> Task | None:
@@ -260,6 +267,8 @@ class Service:
         self._best_static: Plan | None = None
         self._ratios: deque[float] = deque(maxlen=REMEMBERED)
         self._memory: deque[float] = deque(maxlen=REMEMBERED)
+        self._pace = Pace()
+        self._pool = Pool.empty()
         self._plan_with(1.0)
 
     def _plan_with(self, memory_factor: float) -> None:
@@ -294,11 +303,13 @@ class Service:
         self._memory.extend(question.memory)
         if self.memory_factor != self._memory_factor:
             self._plan_with(self.memory_factor)
+        began = time.perf_counter()
         try:
             decision, running = self._decided(question)
         except (Infeasible, PlanError) as error:
             problem = f"{error}{self._budget_advice(error, question)}"
             return Answer(question.iteration, None, self.factor, problem)
+        self._pace.took(decision.simulations, time.perf_counter() - began)
         late: tuple[tuple[int, int], ...] = ()
         if running is not None:
             moves = switch(self.planner.units, running, decision.plan).moves
@@ -384,7 +395,7 @@ class Service:
                 batch = batch_of(cut, question.running_lengths, plan.cut)
                 running = self.planner.running(plan, batch)
             try:
-                return self._decide(window, running), running
+                return self._decide(window, running, self._count(question, running)), running
             except Infeasible:
                 if self._memory_factor == 1.0:
                     raise
@@ -396,7 +407,9 @@ class Service:
         whole = self._cluster.usable_memory
 
         def fits(budget: int) -> bool:
-            tried = Service(replace(setup, options=replace(setup.options, budget=budget)))
+            # Whether anything fits needs no search for the best.
+            options = replace(setup.options, budget=budget, simulations=0)
+            tried = Service(replace(setup, options=options))
             try:
                 for start in range(len(question.window)):
                     tried._decided(Question(question.iteration, question.window[start:]))
@@ -412,7 +425,16 @@ class Service:
         reserved = self._cluster.reserved if budget is None else 0
         return budget_advice(size, "--flexpipe-memory-budget-gb", reserved)
 
-    def _decide(self, window: list[list[Batch]], running: Running | None) -> Decision:
+    def _count(self, question: Question, running: Running | None) -> int | None:
+        """Simulations of the decision; ``None``: the planner's default, where nothing waits."""
+        given = self._setup.options.simulations
+        if question.simulations is not None or given is not None or running is None:
+            return given if question.simulations is None else question.simulations
+        return self._pace.simulations(running.seconds * self.factor)
+
+    def _decide(
+        self, window: list[list[Batch]], running: Running | None, count: int | None
+    ) -> Decision:
         name = self._setup.options.planner
         if name == "hbsa":
             # The paper's algorithm is for one way of cutting.
@@ -426,7 +448,10 @@ class Service:
                 cut = exhaustive(tables)
                 if cut is not None:
                     found.append((plan_of(tables, cut.groups), "exhaustive"))
-            return self.planner.decide(window[0], running, found)
+            decision, self._pool = self.planner.decide_with(
+                self._pool, window[0], running, found, count
+            )
+            return decision
         if name == "static":
             if self._best_static is None:
                 self._best_static = self.planner.best_static(window)
@@ -437,7 +462,8 @@ class Service:
                 exact = self._setup.options.exact_memory
                 raise finder.infeasible(candidate.price if exact else None)
             return self.planner.choose(finder, [candidate], running, settled=candidate)
-        return self._lookahead.decide(window, running)
+        decision, self._pool = self._lookahead.decide_with(self._pool, window, running, count)
+        return decision
 
 
 def serve(questions: BinaryIO, answers: BinaryIO) -> None:

@@ -295,18 +295,25 @@ def predict(
     return Prediction(line.makespan, peaks, line, placed.schedule)
 
 
-def simulated_seconds(
-    costs: ModelCosts, plan: Plan, batch: Batch, *, stop: float = math.inf, tries: int = 2
-) -> float:
-    """:attr:`Prediction.seconds` of :func:`predict` alone, which is what a search compares.
+def simulated(
+    costs: ModelCosts,
+    plan: Plan,
+    batch: Batch,
+    *,
+    stop: float = math.inf,
+    tries: int = 2,
+    fixed: Sequence[float] | None = None,
+) -> tuple[float, Placement] | None:
+    """:attr:`Prediction.seconds` of :func:`predict` and its placement: what a search needs.
 
-    Infinite when it is not below ``stop``, or where state alone is more than a device's budget.
+    ``None`` when it is not below ``stop``, or where state alone is more than a device's budget.
+    ``fixed``: :func:`static_bytes`, if they are known.
     """
-    fixed = static_bytes(costs, plan, batch)
+    fixed = static_bytes(costs, plan, batch) if fixed is None else fixed
     if min(costs.budget - fixed[d] for d in plan.devices) < 0:
-        return math.inf
+        return None
     placed = place_plan(costs, plan, batch, stop=stop, tries=tries, fixed=fixed)
     if placed is None:
-        return math.inf
+        return None
     seconds = iteration_seconds(placed.placement, costs.layers)
-    return seconds if seconds < stop else math.inf
+    return (seconds, placed.placement) if seconds < stop else None

@@ -104,8 +104,8 @@ def reductions(
 def last_gradients(placement: Placement) -> list[tuple[float, int]]:
     """For each stage, the latest weight gradient on any replica: its finish and its sequence."""
     costs = placement.problem.costs
-    shape = costs.num_stages, costs.num_micro_batches
-    last = slice(-shape[0] * shape[1], None)
+    S, M = shape = costs.num_stages, costs.num_micro_batches
+    last = slice(-S * M, None)
     finish = placement.finish[last].reshape(shape)
     latest = finish.max(axis=1, keepdims=True)
     number = np.where(finish == latest, placement.sequence[last].reshape(shape), -1)

@@ -61,7 +61,7 @@ def check_sequence(seed: int, length: int = 8) -> None:
         if running is not None:
             switches += lookahead.path_of(window[:1], running, [first.plan]).switches
         assert max(first.price.device_bytes) <= planner.units.budget * (1 + 1e-12)
-        running = lookahead._running(first)
+        running = lookahead.running_of(first)
     fixed = sum(f.best_of(static, None, "static").price.seconds for f in finders)
     back = lookahead.path_of(finders[-1:], None, [first.plan]).terminal
     assert iterations + switches + back <= fixed * (1 + 1e-9), seed

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_flex.planner.build import Batch
 from megatron_flex.planner.plan import Plan, Stage
-from megatron_flex.planner.simulation import predict, simulated_seconds
+from megatron_flex.planner.simulation import predict, simulated
 from tests.unit.planner.instances_real import small_planner
 
 
@@ -46,7 +44,8 @@ def test_seconds_alone(seed: int, schedule: str, sharded: bool) -> None:
     one = Batch(tokens, tokens * r.uniform(1, 60, len(tokens)))
     whole = predict(costs, plan, one)
     assert whole is not None
-    seconds = simulated_seconds(costs, plan, one)
-    assert seconds == whole.seconds
-    assert simulated_seconds(costs, plan, one, stop=seconds * 1.001) == seconds
-    assert simulated_seconds(costs, plan, one, stop=seconds) == math.inf
+    alone = simulated(costs, plan, one)
+    assert alone is not None
+    assert alone == (whole.seconds, whole.placement)
+    assert simulated(costs, plan, one, stop=whole.seconds * 1.001) == alone
+    assert simulated(costs, plan, one, stop=whole.seconds) is None

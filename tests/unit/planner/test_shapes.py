@@ -1,27 +1,11 @@
-"""Refinement of cuts by simulation, plans in a V, and whole servers on large clusters."""
+"""Plans in a V, and whole servers on large clusters."""
 
 from __future__ import annotations
 
 import pytest
 
 from megatron_flex.planner.plan import Plan
-from megatron_flex.planner.refine import refine
 from tests.unit.planner.instances_real import drawn_batch, small_model, small_planner
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_a_badly_cut_plan_gets_better_and_never_worse(seed: int) -> None:
-    planner = small_planner(4)
-    pricer = planner.finder([drawn_batch(seed)]).pricers[0]
-    price = pricer.price(Plan.parse("0:2@0 | 2:4@1 | 4:6@2 | 6:14@3"))
-    simulated = pricer.simulate(price)
-    assert simulated is not None
-    better, time = refine(pricer, price, simulated, 12)
-    assert time.seconds < simulated.seconds
-    assert better.plan.degrees == price.plan.degrees
-    better.plan.check(14, 4)
-    again, same = refine(pricer, price, simulated, 0)
-    assert (again, same) == (price, simulated)
 
 
 def test_plans_in_a_v_are_considered_and_beat_straight_ones_where_they_should() -> None:

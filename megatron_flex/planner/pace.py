@@ -1,0 +1,32 @@
+"""How many simulations a decision may take: as many as fit into a part of an iteration's time."""
+
+from __future__ import annotations
+
+PART = 0.3
+"""Of an iteration, for the decision that is made meanwhile."""
+LEAST, MOST = 16, 1000
+"""Bounds of the number."""
+START = 500.0
+"""Simulations a second, before any were timed."""
+WEIGHT = 0.2
+"""Of the latest decision, in the rate."""
+
+
+class Pace:
+    """Counts how many simulations a second there are in decisions.
+
+    What it says depends on clocks. So the number that a decision took is recorded with it, and a
+    decision is repeated with that.
+    """
+
+    def __init__(self) -> None:
+        self.rate = START
+
+    def took(self, simulations: int, seconds: float) -> None:
+        """A decision took so many simulations and seconds."""
+        if simulations > 1 and seconds > 0.0:
+            self.rate += WEIGHT * (simulations / seconds - self.rate)
+
+    def simulations(self, iteration: float) -> int:
+        """How many fit into the part of an iteration of so many seconds."""
+        return round(min(max(PART * iteration * self.rate, LEAST), MOST))

@@ -1,0 +1,79 @@
+"""Plans that were good for earlier batches: what a decision simulates first.
+
+A value: the pool after a decision is a function of the pool before it and of what was simulated.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from megatron_flex.planner.anytime import Entry
+
+SIZE = 24
+"""Entries of a pool."""
+WEIGHT = 0.2
+"""Of the latest batch, in the mean loss of an entry."""
+USEFUL = 0.01
+"""An entry that loses less than this part of a batch's time was useful to it."""
+WORST = 0.5
+"""The most that one batch counts for."""
+
+
+@dataclass(frozen=True)
+class Record:
+    """What is known of an entry.
+
+    Attributes:
+        loss: mean of its time over the best one found, less 1, of late; at least that.
+        useful: number of the last batch that it was useful to.
+    """
+
+    loss: float
+    useful: int
+
+
+@dataclass(frozen=True)
+class Pool:
+    """Entries with their records; ``batches``: how many it has seen."""
+
+    records: Mapping[Entry, Record]
+    batches: int = 0
+
+    @classmethod
+    def empty(cls) -> Pool:
+        """That of a new run."""
+        return cls({})
+
+    @property
+    def entries(self) -> tuple[Entry, ...]:
+        """Most promising first."""
+        return tuple(sorted(self.records, key=lambda e: (self.records[e].loss, _name(e))))
+
+    def after(self, seconds: Mapping[Entry, float]) -> Pool:
+        """The pool after a batch.
+
+        Args:
+            seconds: of the iteration, of every entry tried; of those given up, at least so many.
+        """
+        best = min(seconds.values(), default=math.inf)
+        if not 0.0 < best < math.inf:
+            return self
+        number = self.batches + 1
+        records = dict(self.records)
+        for entry, own in seconds.items():
+            loss = min(own / best - 1.0, WORST)
+            known = records.get(entry)
+            if loss <= USEFUL:
+                mean = loss if known is None else known.loss + WEIGHT * (loss - known.loss)
+                records[entry] = Record(mean, number)
+            elif known is not None:
+                mean = known.loss + WEIGHT * (loss - known.loss)
+                records[entry] = Record(mean, known.useful)
+        kept = sorted(records, key=lambda e: (-records[e].useful, records[e].loss, _name(e)))
+        return Pool({entry: records[entry] for entry in kept[:SIZE]}, number)
+
+
+def _name(entry: Entry) -> tuple[str, int]:
+    return str(entry[0]), entry[1]

@@ -1,0 +1,167 @@
+"""Candidates of one decision, simulated: what :mod:`anytime` searches with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from megatron_flex.planner.anytime import Entry, Trial
+from megatron_flex.planner.build import ModelCosts
+from megatron_flex.planner.candidates import Candidate, Finder
+from megatron_flex.planner.decision import Predicted
+from megatron_flex.planner.moves import Layout, neighbours
+from megatron_flex.planner.plan import Plan
+from megatron_flex.planner.simulation import simulated, static_bytes
+from megatron_flex.planner.switching import Running
+from megatron_flex.schedule.placement import Placement
+
+MOVES_TO_A_WAY = 3
+"""Of so many moves one is to another way of cutting the batch."""
+
+
+class Beyond(Protocol):
+    """What a plan costs besides the iteration that is decided: switches, and what comes after."""
+
+    def least(self, plan: Plan) -> float:
+        """Seconds that :meth:`of` is not below; quick."""
+
+    def of(self, candidate: Candidate) -> float:
+        """Seconds."""
+
+    def allows(self, candidate: Candidate, seconds: float) -> bool:
+        """Whether a candidate whose iteration takes ``seconds`` may be chosen."""
+
+
+@dataclass(frozen=True)
+class Switching:
+    """The switch from the plan that runs, with the margin that it must be worth."""
+
+    finder: Finder
+    running: Running | None
+    margin: float
+
+    def least(self, plan: Plan) -> float:
+        """The same as :meth:`of`."""
+        if self.running is None or plan.stages == self.running.plan.stages:
+            return 0.0
+        change = self.finder.switch(self.running, plan)
+        return self.margin + (0.0 if change is None else change.seconds)
+
+    def of(self, candidate: Candidate) -> float:
+        """Seconds."""
+        return self.least(candidate.plan)
+
+    def allows(self, candidate: Candidate, seconds: float) -> bool:
+        """Anything."""
+        return True
+
+
+@dataclass(frozen=True)
+class Simulated:
+    """A candidate with its time: the schedule's, and ``swap``, what waiting for the host adds."""
+
+    candidate: Candidate
+    seconds: float
+    swap: float
+    placement: Placement
+
+    @property
+    def predicted(self) -> Predicted:
+        """As reported."""
+        price = self.candidate.price.predicted(self.candidate.change)
+        return replace(price, seconds=self.seconds, simulated=True)
+
+
+class Trials:
+    """Simulates entries for one decision.
+
+    Args:
+        costs: of single units.
+        finder: knows the ways of cutting the batch.
+        running: the iteration before.
+        fitted: a candidate with what its program needs for its memory.
+        runs: whether a candidate fits, and the switch to it.
+        beyond: what is added to the iteration's time.
+    """
+
+    def __init__(
+        self,
+        costs: ModelCosts,
+        finder: Finder,
+        running: Running | None,
+        fitted: Callable[[Candidate], Candidate],
+        runs: Callable[[Candidate], bool],
+        beyond: Beyond,
+    ) -> None:
+        self._costs = costs
+        self._finder = finder
+        self._running = running
+        self._fitted = fitted
+        self._runs = runs
+        self._beyond = beyond
+        #: Of every entry, seconds of its iteration, or at least so many.
+        self.seconds: dict[Entry, float] = {}
+
+    def __call__(self, entry: Entry, stop: float) -> Trial[Simulated] | None:
+        """See :func:`megatron_flex.planner.anytime.search`."""
+        stop -= self._beyond.least(entry[0])
+        self.seconds[entry] = stop
+        return self._simulated(entry, stop)
+
+    def _simulated(self, entry: Entry, stop: float) -> Trial[Simulated] | None:
+        plan, way = entry
+        batch = self._finder.pricers[way].batch
+        bare = self._costs.placed(plan)
+        # The layout alone first: hardly any that is too slow is faster with memory optimisation.
+        fixed = static_bytes(self._costs, bare, batch)
+        room = min(self._costs.budget - fixed[d] for d in bare.devices) >= 0
+        found = simulated(self._costs, bare, batch, stop=stop, fixed=fixed) if room else None
+        if found is None and room:
+            return None
+        change = self._finder.switch(self._running, plan)
+        price = self._finder.pricers[way].price(plan)
+        if not price.fits:
+            return None
+        candidate = self._fitted(Candidate(price, way, change, "pool"))
+        if not self._runs(candidate):
+            return None
+        if found is None or candidate.plan.o_plan != bare.o_plan:
+            found = simulated(self._costs, candidate.plan, batch, stop=stop)
+        return None if found is None else self._trial(entry, candidate, *found)
+
+    def _trial(
+        self, entry: Entry, candidate: Candidate, seconds: float, placement: Placement
+    ) -> Trial[Simulated] | None:
+        swap = max((p.swap_seconds for p in candidate.price.parts), default=0.0)
+        seconds += swap
+        self.seconds[entry] = seconds
+        if not self._beyond.allows(candidate, seconds):
+            return None
+        score = seconds + self._beyond.of(candidate)
+        return Trial(entry, score, Simulated(candidate, seconds, swap, placement))
+
+
+def moves_of(
+    costs: ModelCosts, ways: int, trial: Trial[Simulated], *, straight: bool, v: bool
+) -> Iterator[Entry]:
+    """Entries next to one: its neighbours, and the other ways of cutting the batch, nearest first.
+
+    Args:
+        costs: of what stages are cut between.
+        ways: of cutting the batch.
+        straight, v: which shapes may be.
+    """
+    plan, way = trial.entry
+    others = iter(sorted((w for w in range(ways) if w != way), key=lambda w: abs(w - way)))
+    layout = Layout.of(plan, costs.points)
+    if layout is not None:
+        busy = trial.detail.placement.busy
+        work = (costs.forward + costs.backward)[1].tolist()
+        near = neighbours(layout, busy, work, straight=straight, v=v, granule=costs.granule)
+        for number, found in enumerate(near, 1):
+            yield found.plan(costs.points), way
+            if number % MOVES_TO_A_WAY == 0 and (other := next(others, None)) is not None:
+                yield plan, other
+    for other in others:
+        yield plan, other
