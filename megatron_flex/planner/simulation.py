@@ -123,11 +123,7 @@ def op_costs(costs: ModelCosts, plan: Plan, batch: Batch) -> OpCosts:
         inputs[-1] -= first + second * (1.0 - waits[-1])
         weights[-1] -= second * waits[-1]
         held[-1] -= (kept[-1] - min(kept[-1], costs.profile.boundary)) * batch.tokens * cut
-        for table_ in (
-            inputs,
-            weights,
-            held,
-        ):  # what is left of a stage of a head alone is rounding
+        for table_ in (inputs, weights, held):  # a head alone on a stage leaves rounding only
             np.maximum(table_, 0.0, out=table_)
         chain = chain_bytes(costs.config)
         units = [float(kind is Kind.ATTENTION) for kinds in costs.kinds for kind in kinds]

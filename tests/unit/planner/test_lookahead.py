@@ -13,6 +13,8 @@ from megatron_flex.planner.hbsa import Hbsa
 from megatron_flex.planner.lookahead import Lookahead
 from megatron_flex.planner.plan import Plan, PlanError
 from megatron_flex.planner.planner import Planner
+from megatron_flex.planner.pool import Pool
+from megatron_flex.planner.simulation import predict
 from tests.unit.planner.instances_real import drawn_batch, even_batch, random_plan, small_planner
 
 WINDOW = 4
@@ -157,3 +159,29 @@ def test_each_switch_of_a_path_costs_the_margin_besides() -> None:
     more = 0.03 * (before[0] + before[2] + before[3])
     assert paths[1].switches - paths[0].switches == pytest.approx(more)
     assert paths[1].terminal - paths[0].terminal == pytest.approx(0.03 * before[4])
+
+
+@pytest.mark.parametrize("schedule", ["zb", "1f1b"])
+@pytest.mark.parametrize("window", [1, 3])
+def test_never_above_the_static_plan_in_simulated_time(schedule: str, window: int) -> None:
+    """Iterations by their simulation, all switches, and the way back at the end."""
+    for seed in range(2):
+        planner = small_planner(4, schedule=schedule, simulations=25)
+        batches = sequence(seed, 5)
+        # Not the best one, so that leaving it is worth something.
+        static = planner.even_plans[seed]
+        lookahead = Lookahead(planner, static)
+        pool, running, total, fixed = Pool.empty(), None, 0.0, 0.0
+        for number, ways in enumerate(batches):
+            decision, pool = lookahead.decide_with(pool, batches[number:][:window], running)
+            total += decision.predicted.total
+            batch = ways[decision.micro_batching]
+            running = planner.running(decision.plan, batch)
+            alone = predict(
+                planner.units, planner.finder(ways).pricers[0].price(static).plan, batch
+            )
+            assert alone is not None
+            fixed += alone.seconds
+        assert running is not None
+        back = planner.switches.price(running, static).seconds
+        assert total + back <= fixed * (1 + 1e-9)

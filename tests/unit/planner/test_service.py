@@ -227,3 +227,28 @@ def test_a_refusal_names_the_smallest_budget_which_is_accepted(
     assert not problem(round(1e9 * gigabytes))
     almost = problem(round(0.985e9 * gigabytes))  # margin and room for messages are in it
     assert f"that would do is {found[1]} MB" in almost
+
+
+def test_recorded_numbers_of_simulations_repeat_a_run_exactly() -> None:
+    """With ``auto`` clocks decide how many; all else follows from the questions."""
+    setup = replace(SETUP, options=replace(OPTIONS, schedule="zb", simulations=None))
+    service = Service(setup)
+    questions, answers = [], []
+    running: str | None = None
+    before: tuple[int, ...] = ()
+    for iteration, lengths in enumerate((SHORT, LONG, SHORT, LONG)):
+        question = Question(iteration, (lengths, SHORT), running, before)
+        answer = service.answer(question)
+        assert answer.decision is not None
+        assert Answer.from_json(answer.to_json()) == answer
+        assert answer.decision.simulations > 0
+        questions.append(replace(question, simulations=answer.decision.simulations))
+        answers.append(answer)
+        running, before = str(answer.decision.plan), lengths
+    assert Question.from_json(questions[1].to_json()) == questions[1]
+    again = Service(setup)
+    assert [again.answer(question) for question in questions] == answers
+    # A resumed run begins without plans of earlier batches, and goes on.
+    resumed = Service(setup).answer(questions[-1]).decision
+    assert resumed is not None
+    assert resumed.plan.num_units == MODEL.layers.num_units
