@@ -4,7 +4,7 @@ from __future__ import annotations
 
 PART = 0.3
 """Of an iteration, for the decision that is made meanwhile."""
-LEAST, MOST = 16, 1000
+LEAST, MOST = 4, 1000
 """Bounds of the number."""
 START = 500.0
 """Simulations a second, before any were timed."""
