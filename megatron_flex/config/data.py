@@ -66,5 +66,6 @@ class DataOptions:
     tokens or more is a warning. Of a pair that is split only the first samples have its prompt."""
 
     micro_batch_tokens: int | None = option(None, own=True, at_least=1)
-    """Cut micro-batches by cost, with about this many tokens in each, packed without padding.
-    Either this or --micro-batch-size."""
+    """Cut micro-batches by cost, with at most this many tokens in each (or one sample), packed
+    without padding; with slices (--flexpipe-slice-tokens auto), as dear as one sample of so many
+    tokens. Either this or --micro-batch-size; with --flexpipe neither, and the planner chooses."""

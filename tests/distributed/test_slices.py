@@ -82,20 +82,27 @@ def test_memory_optimisation_with_slices(workers: WorkerPool, policy: str, memor
     same(workers, TIED, f"0:4@0,1 | 4:8@2 ; {memory}", 3, BY_COST, iterations=3, policy=policy)
 
 
-@pytest.mark.parametrize("seed", range(2))
-def test_random_sequences_of_plans_with_live_migration(workers: WorkerPool, seed: int) -> None:
-    rng = np.random.default_rng(seed)
-    layouts = [
-        "0:4@0,1 | 4:8@2,3", "0:2@0 | 2:5@1,2 | 5:8@3", "0:8@0,1,2,3", "0:3@3 | 3:8@0,1,2",
-        "0:2@0 | 2:4@1 | 4:6@1 | 6:8@0 ; schedule zb-v",
-    ]  # fmt: skip
-    plans = [
-        f"{layouts[i]} ; cut {target}"
-        for i, target in zip(rng.integers(5, size=8), rng.integers(20, 120, size=8), strict=True)
-    ]
-    cut = replace(BY_COST, tokens=None)
-    same(workers, TIED, plans, 4, cut, iterations=8, migrate=bool(seed), policy="zb",
-         way="mixed" if seed else "early", evaluate=False)  # fmt: skip
+LAYOUTS = (
+    "0:4@0,1 | 4:8@2,3", "0:2@0 | 2:5@1,2 | 5:8@3", "0:8@0,1,2,3", "0:3@3 | 3:8@0,1,2",
+    "0:2@0 | 2:4@1 | 4:6@1 | 6:8@0",
+)  # fmt: skip
+POLICIES = ("zb", "1f1b", "auto", "gpipe")
+
+
+def test_random_sequences_of_plans_cuts_and_policies_with_live_migration(
+    workers: WorkerPool, count: Callable[[int, int], int]
+) -> None:
+    for seed in range(count(2, 40)):
+        rng = np.random.default_rng(seed)
+        plans = [
+            f"{LAYOUTS[rng.integers(5)]} ; schedule {POLICIES[rng.integers(4)]}"
+            f" ; cut {rng.integers(20, 120)}"
+            for _ in range(8)
+        ]
+        cut = replace(BY_COST, tokens=None)
+        config = UNTIED if seed % 4 > 1 else TIED
+        same(workers, config, plans, 4, cut, iterations=8, migrate=bool(seed % 2),
+             way=("early", "mixed", "late")[seed % 3])  # fmt: skip
 
 
 def test_exact_sums_give_equal_bits_under_any_plan_at_one_cut(workers: WorkerPool) -> None:
@@ -164,3 +171,11 @@ def test_a_recorded_run_whose_planner_chose_the_cuts_replays_to_the_same_bits(
 def _micro_batch_words(words: list[str]) -> set[str]:
     at = words.index("--micro-batch-tokens")
     return {words[at], words[at + 1]}
+
+
+def test_bert_stays_whole_however_it_is_planned(workers: WorkerPool) -> None:
+    alone = jobs.merge(workers.run(1, jobs.train, jobs.BERT, "0:6@0", 4, longest=90))
+    cut = Cut(by_cost=True, sliced=False, cost=COST)
+    plans = ["0:3@0 | 3:6@1 ; cut 30", "0:6@0,1 ; cut 70", "0:3@0 | 3:6@1 ; schedule zb ; cut 50"]
+    run = workers.run(2, jobs.train, jobs.BERT, plans, 4, longest=90, cut=cut)
+    jobs.assert_same(jobs.merge(run), alone)
