@@ -73,7 +73,7 @@ def test_a_damaged_file_is_reported_with_exit_status_one(tmp_path: Path) -> None
     os.truncate(path, 100)
     command = Path(inspector.__file__)
     done = subprocess.run(
-        [sys.executable, command, tmp_path], capture_output=True, text=True, timeout=60
+        [sys.executable, command, tmp_path], capture_output=True, text=True, timeout=240
     )
     assert done.returncode == 1
     assert done.stderr.startswith(f"checkpoint_inspector: {path} is truncated")

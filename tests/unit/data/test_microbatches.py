@@ -120,10 +120,10 @@ def test_four_thousand_samples_are_cut_in_milliseconds() -> None:
     whole = batch(mixture_lengths(1, np.arange(4096)))
     times = []
     for _ in range(5):
-        start = time.perf_counter()
+        start = time.process_time()
         cut_by_tokens(whole, 16384, CostCoefficients(1, 1e-4))
-        times.append(time.perf_counter() - start)
-    assert min(times) < 0.1  # about 0.01 on an idle core
+        times.append(time.process_time() - start)
+    assert min(times) < 0.1  # of this process; about 0.01
 
 
 @pytest.mark.parametrize(
