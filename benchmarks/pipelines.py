@@ -12,8 +12,9 @@ padded micro-batches. Where its pipelines are cut is chosen by simulation too, i
 trying some. In the second table all samples have the same length: nothing is padded.
 
 Rows take turns, iteration by iteration, so that what else runs on the machine hits all alike.
-Ratios are those within a turn: judge by them. CPU is the processor time of both workers, with none
-of their waiting. Planning, making programs and reading data for PyTorch are not in the time.
+Ratios are those within a turn: judge by them. "At best" is the ratio of each batch's fastest
+iterations. CPU is the processor time of both workers, without their waiting. Planning, making
+programs and reading data for PyTorch are not in the time.
 """
 
 from __future__ import annotations
@@ -228,7 +229,7 @@ def worker(rank: int, place: Place, rows: Sequence[Row]) -> None:
         if bar is not None:
             bar.update(1)
         tokens = runners[number].batches[batch].tokens
-        return Turn(number, seconds, work, simulated, tokens, world.sum(loss))
+        return Turn(number, batch, seconds, work, simulated, tokens, world.sum(loss))
 
     firsts = []
     for number, row in enumerate(rows):
