@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from megatron_flex.config.config import GROUPS, Architecture, Config, all_options
-from megatron_flex.config.derive import MODEL_FIELDS, derive
+from megatron_flex.config.derive import MODEL_FIELDS, OF_THE_RUN, derive
 from megatron_flex.config.flexpipe import V_SCHEDULES
 from megatron_flex.config.option import Option, options
 from megatron_flex.config.refused import BY_FLAG, VALUES
@@ -249,7 +249,11 @@ def _check_source(given: frozenset[str]) -> None:
 
 def _from_checkpoint(given: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
     """Values of the model and the tokenizer that a checkpoint was written with."""
-    taken = {name: _plain(saved[name]) for name in MODEL_FIELDS if name in saved}
+    taken = {
+        name: _plain(saved[name])
+        for name in MODEL_FIELDS
+        if name in saved and not (name in OF_THE_RUN and name in given)
+    }
     flags = {o.field: o.flag for o in all_options()}
     wrong = [
         f"{flags[name]} is {given[name]}, but the checkpoint has {value}: remove the flag, or"

@@ -48,6 +48,12 @@ MODEL_FIELDS = (
 """Fields that ``--use-checkpoint-args`` takes from the checkpoint."""
 
 
+OF_THE_RUN = frozenset(
+    {"hidden_dropout", "attention_dropout", "tokenizer_model", "vocab_file", "merge_file"}
+)
+"""Those of them that a run may change: a flag counts more than the checkpoint."""
+
+
 def derive(values: dict[str, Any], world_size: int) -> list[str]:
     """Add what follows from the given values to ``values``.
 

@@ -138,6 +138,87 @@ def test_old_names_and_superfluous_tensors(tmp_path: Path) -> None:
         assert_same_bits(stored(back), expected)
 
 
+_DECODER = {
+    "hidden_act": "silu", "initializer_range": 0.02, "use_cache": True, "attention_dropout": 0.0,
+    "bos_token_id": 1, "eos_token_id": 2, "torch_dtype": "bfloat16",
+    "transformers_version": "4.43.0", "num_hidden_layers": 32, "hidden_size": 4096,
+    "num_attention_heads": 32,
+}  # fmt: skip
+_LLAMA = _DECODER | {"architectures": ["LlamaForCausalLM"], "model_type": "llama",
+                     "pretraining_tp": 1, "rms_norm_eps": 1e-05}  # fmt: skip
+PUBLISHED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "Llama 2 7B": (
+        {**_LLAMA, "_name_or_path": "x", "intermediate_size": 11008, "num_key_value_heads": 32,
+         "max_position_embeddings": 4096, "rope_scaling": None, "tie_word_embeddings": False,
+         "vocab_size": 32000},
+        {"rotary_base": 10000, "use_rope_scaling": False, "num_query_groups": 32},
+    ),
+    "Llama 3.1 8B": (
+        {**_LLAMA, "attention_bias": False, "mlp_bias": False, "intermediate_size": 14336,
+         "num_key_value_heads": 8, "max_position_embeddings": 131072, "rope_theta": 500000.0,
+         "rope_scaling": {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+                          "original_max_position_embeddings": 8192, "rope_type": "llama3"},
+         "tie_word_embeddings": False, "vocab_size": 128256},
+        {"rotary_base": 500000, "use_rope_scaling": True, "rope_scaling_factor": 8.0,
+         "num_query_groups": 8, "kv_channels": 128, "untie_embeddings_and_output_weights": True},
+    ),
+    "Mistral 7B v0.3": (
+        {**_DECODER, "architectures": ["MistralForCausalLM"], "model_type": "mistral",
+         "intermediate_size": 14336, "num_key_value_heads": 8, "max_position_embeddings": 32768,
+         "rms_norm_eps": 1e-05, "rope_theta": 1000000.0, "sliding_window": None,
+         "tie_word_embeddings": False, "vocab_size": 32768},
+        {"rotary_base": 1000000, "norm_epsilon": 1e-5},
+    ),
+    "Qwen2.5 7B": (
+        {**_DECODER, "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2",
+         "hidden_size": 3584, "intermediate_size": 18944, "max_position_embeddings": 131072,
+         "max_window_layers": 28, "num_attention_heads": 28, "num_hidden_layers": 28,
+         "num_key_value_heads": 4, "rms_norm_eps": 1e-06, "rope_theta": 1000000.0,
+         "sliding_window": 131072, "tie_word_embeddings": False, "use_mrope": False,
+         "use_sliding_window": False, "vocab_size": 152064},
+        {"add_qkv_bias": True, "add_bias_linear": False, "qk_layernorm": False},
+    ),
+    "Qwen3 8B": (
+        {**_DECODER, "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3",
+         "attention_bias": False, "head_dim": 128, "intermediate_size": 12288,
+         "max_position_embeddings": 40960, "max_window_layers": 36, "num_key_value_heads": 8,
+         "rms_norm_eps": 1e-06, "rope_scaling": None, "rope_theta": 1000000,
+         "sliding_window": None, "tie_word_embeddings": False, "use_sliding_window": False,
+         "vocab_size": 151936},
+        {"add_qkv_bias": False, "qk_layernorm": True, "norm_epsilon": 1e-6},
+    ),
+    "GPT-2": (
+        {"activation_function": "gelu_new", "architectures": ["GPT2LMHeadModel"],
+         "attn_pdrop": 0.1, "bos_token_id": 50256, "embd_pdrop": 0.1, "eos_token_id": 50256,
+         "initializer_range": 0.02, "layer_norm_epsilon": 1e-05, "model_type": "gpt2",
+         "n_ctx": 1024, "n_embd": 768, "n_head": 12, "n_layer": 12, "n_positions": 1024,
+         "resid_pdrop": 0.1, "summary_activation": None, "summary_first_dropout": 0.1,
+         "summary_proj_to_labels": True, "summary_type": "cls_index", "summary_use_proj": True,
+         "task_specific_params": {"text-generation": {"do_sample": True, "max_length": 50}},
+         "vocab_size": 50257},
+        {"openai_gelu": True, "ffn_hidden_size": 3072,
+         "untie_embeddings_and_output_weights": False},
+    ),
+    "BERT base uncased": (
+        {"architectures": ["BertForMaskedLM"], "attention_probs_dropout_prob": 0.1,
+         "gradient_checkpointing": False, "hidden_act": "gelu", "hidden_dropout_prob": 0.1,
+         "hidden_size": 768, "initializer_range": 0.02, "intermediate_size": 3072,
+         "layer_norm_eps": 1e-12, "max_position_embeddings": 512, "model_type": "bert",
+         "num_attention_heads": 12, "num_hidden_layers": 12, "pad_token_id": 0,
+         "position_embedding_type": "absolute", "transformers_version": "4.6.0.dev0",
+         "type_vocab_size": 2, "use_cache": True, "vocab_size": 30522},
+        {"norm_epsilon": 1e-12, "apply_residual_connection_post_layernorm": True},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_fields_as_published_models_have_them(name: str) -> None:
+    values, expected = PUBLISHED[name]
+    config = read_config(values)
+    assert {field: getattr(config, field) for field in expected} == expected
+
+
 def values_of(name: str, **changes: Any) -> dict[str, Any]:
     config = getattr(transformers, MODELS[name][1])(**MODELS[name][2])
     return {**config.to_dict(), **changes}
@@ -258,6 +339,14 @@ def test_tokenizer_files_go_along_and_the_checkpoint_names_them(tmp_path: Path) 
         world_size=1,
         saved_values=partial(_arguments_of, here),
     )
+    dropped = parse(
+        f"--use-checkpoint-args --load {here} --data-path x --seq-length 32 --lr 1e-3"
+        " --micro-batch-tokens 64 --global-batch-size 4 --train-iters 1 --hidden-dropout 0.25"
+        " --tokenizer-model moved.json".split(),
+        world_size=1,
+        saved_values=partial(_arguments_of, here),
+    )
+    assert (dropped.model.hidden_dropout, dropped.tokenizer.tokenizer_model) == (0.25, "moved.json")
     model = config.model_config(320)
     assert (model.vocab_size, model.padded_vocab_size) == (400, 400)
     assert to_hf(here, back) == 0

@@ -44,6 +44,7 @@ _FIXED: Mapping[str, tuple[Any, ...]] = {
     "scale_attn_by_inverse_layer_idx": (False,),
     "scale_attn_weights": (True,),
     "tie_encoder_decoder": (False,),
+    "use_mrope": (False,),
     "use_sliding_window": (False,),
 }
 """Fields of which only these values are understood."""
