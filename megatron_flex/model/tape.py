@@ -113,7 +113,9 @@ class _Linear(torch.autograd.Function):
         (x,) = ctx.saved_tensors
         weight, rows = ctx.weight, ctx.rows
         size = grad.shape[-1]
-        flat, x = grad.reshape(-1, size), x.reshape(-1, x.shape[-1])
+        # A saved tensor comes with its graph, which leads to the stage's input and its gradient:
+        # on a tape they would stay until the weight half.
+        flat, x = grad.reshape(-1, size), x.detach().reshape(-1, x.shape[-1])
         grad_x = grad_bias = None
         if ctx.needs_input_grad[0]:
             wide, used = _operands(flat, weight[:rows])

@@ -11,12 +11,19 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence, Set
-from dataclasses import dataclass, replace
 from functools import cached_property
-from operator import ge
 
 from megatron_flex.model.config import ModelConfig
-from megatron_flex.model.layers import Kind, Unit
+from megatron_flex.model.layers import Kind
+from megatron_flex.planner.levels import (
+    SlicePasses,
+    StagePasses,
+    highest,
+    highest_slice,
+    rotary_bytes,
+    slice_stage,
+    stage_passes,
+)
 from megatron_flex.planner.memory import (
     ChainBytes,
     boundary_bytes,
@@ -24,7 +31,7 @@ from megatron_flex.planner.memory import (
     slab_elements,
     state_bytes,
 )
-from megatron_flex.planner.passes import Level, Passes, passes, slice_head, slice_passes
+from megatron_flex.planner.passes import Passes, passes, slice_passes
 from megatron_flex.planner.plan import OPlan, Plan, Stage
 from megatron_flex.schedule.instructions import (
     Backward,
@@ -46,115 +53,11 @@ from megatron_flex.schedule.instructions import (
     Transfer,
     UpdateOrSkip,
 )
-from megatron_flex.schedule.residency import POSTED, WINDOW, at_once, travels
+from megatron_flex.schedule.residency import POSTED, WINDOW, travels
 from megatron_flex.schedule.shards import Range, cuts, sharded_slabs, share
 from megatron_flex.schedule.slabs import slab_holders
 
 _REMEMBERED = 4096  # stages
-
-
-Lines = tuple[tuple[float, float], ...]
-"""Bytes as the highest of some lines in the tokens: (fixed, token) of each."""
-
-
-def _envelope(levels: Sequence[Level]) -> Lines:
-    """The levels that are the highest for some number of tokens."""
-    kept: list[tuple[float, float]] = []
-    for fixed, token in sorted({(x.fixed, x.token) for x in levels}, key=lambda x: (x[1], x[0])):
-        # Steeper lines come later: one that lies below at 0 tokens may still be overtaken.
-        while kept and kept[-1][0] <= fixed:
-            kept.pop()
-        while len(kept) > 1:
-            (f0, t0), (f1, t1) = kept[-2:]
-            # The last one is never highest if the new one overtakes the one before it no later.
-            if (f0 - fixed) * (t1 - t0) > (f0 - f1) * (token - t0):
-                break
-            kept.pop()
-        kept.append((fixed, token))
-    return tuple(kept)
-
-
-def _highest(lines: Lines, tokens: float) -> float:
-    return max([fixed + token * tokens for fixed, token in lines])
-
-
-@dataclass(frozen=True)
-class _SliceLine:
-    """Bytes at one moment of a pass whose micro-batch holds a slice.
-
-    ``before`` and ``own`` are the attention units of the stage that have run in this pass, and
-    those that have begun.
-    """
-
-    level: Level
-    before: int
-    own: int
-
-    def __call__(self, tokens: float, sliced: float, begun: float, ended: float) -> float:
-        """Bytes, where each unit that begins takes ``begun`` and then gives up ``ended``."""
-        return self.level(tokens, sliced) + self.own * begun - self.before * ended
-
-
-_SliceLines = tuple[_SliceLine, ...]
-
-
-def _pruned(lines: Sequence[_SliceLine]) -> _SliceLines:
-    """The lines without those that lie below another one whatever the micro-batch."""
-
-    def corners(line: _SliceLine) -> tuple[float, ...]:
-        x = line.level
-        # A slice has no more tokens than its micro-batch.
-        return x.fixed, x.token, x.token + x.sliced, line.own, -line.before
-
-    kept: list[_SliceLine] = []
-    for line in sorted(set(lines), key=corners, reverse=True):
-        own = corners(line)
-        if not any(all(map(ge, corners(other), own)) for other in kept):
-            kept.append(line)
-    return tuple(kept)
-
-
-def _most(
-    lines: _SliceLines, tokens: float, sliced: float, begun: float = 0.0, ended: float = 0.0
-) -> float:
-    return max(line(tokens, sliced, begun, ended) for line in lines)
-
-
-@dataclass(frozen=True)
-class _StagePasses:
-    """Bytes of the passes of one stage.
-
-    A token: ``left`` from a forward to its backward, ``travels`` of it to the host if there is time
-    between them, ``output`` that the forward gives, ``context`` that belongs to the micro-batch,
-    ``owed`` between the halves of a split backward.
-    """
-
-    left: float
-    travels: float
-    output: float
-    context: float
-    owed: float
-    forward: Lines
-    backward: Lines
-    backward_input: Lines
-    backward_weight: Lines
-
-
-@dataclass(frozen=True)
-class _SlicePasses:
-    """The same of a stage's passes where the micro-batch holds a slice; the rest is as it was.
-
-    ``units`` of the stage are attention: each has buffers of its own.
-    """
-
-    left: Level
-    travels: Level
-    units: int
-    forward: _SliceLines
-    backward: _SliceLines
-    backward_input: _SliceLines
-    owed: float
-    backward_weight: Lines
 
 
 class Footprint:
@@ -177,10 +80,11 @@ class Footprint:
         self._passes: Mapping[Kind, Passes] = passes(config)
         self._hidden = boundary_bytes(config)
         self.elements = slab_elements(config)
-        self._stages: dict[tuple[int, int, OPlan], _StagePasses] = {}
-        self._sliced: dict[tuple[int, int, OPlan], _SlicePasses] = {}
+        self._stages: dict[tuple[int, int, OPlan], StagePasses] = {}
+        self._sliced: dict[tuple[int, int, OPlan], SlicePasses] = {}
         self._slice_passes = {**self._passes, Kind.ATTENTION: slice_passes(config)}
         self.chains: ChainBytes = chain_bytes(config)
+        self._tables = rotary_bytes(config)
         # Of the last plan: holders of every slab, and which are sharded.
         self._holders: tuple[Plan, tuple[tuple[int, ...], ...], frozenset[int]] | None = None
 
@@ -295,65 +199,23 @@ class Footprint:
 
     # ---- passes ------------------------------------------------------------------------------
 
-    def _stage(self, stage: Stage, o: OPlan) -> _StagePasses:
+    def _stage(self, stage: Stage, o: OPlan) -> StagePasses:
         key = (stage.start, stage.stop, o)
         if key not in self._stages:
             if len(self._stages) >= _REMEMBERED:
                 self._stages.clear()
-            self._stages[key] = self._stage_passes(self._units[stage.start : stage.stop], o)
+            units = self._units[stage.start : stage.stop]
+            self._stages[key] = stage_passes(self._passes, units, o, self._config)
         return self._stages[key]
 
-    def _stage_passes(self, units: Sequence[Unit], o: OPlan) -> _StagePasses:
-        levels = _StageLevels(self._passes, units, o, self._hidden, self._config)
-        attends = any(unit.kind is Kind.ATTENTION for unit in units)
-        output = 0.0 if units[-1].kind is Kind.HEAD else self._hidden
-        lists = (levels.forward, levels.backward, levels.first, levels.second)
-        lines = [_envelope([level for _, level in found]) for found in lists]
-        context = self._context if attends else 0.0
-        return _StagePasses(
-            levels.left.token, levels.away.token, output, context, levels.owed, *lines
-        )
-
-    def _slices(self, stage: Stage, o: OPlan) -> _SlicePasses:
+    def _slices(self, stage: Stage, o: OPlan) -> SlicePasses:
         key = (stage.start, stage.stop, o)
         if key not in self._sliced:
             if len(self._sliced) >= _REMEMBERED:
                 self._sliced.clear()
             units = self._units[stage.start : stage.stop]
-            # What a head keeps of a slice is no activation that could travel.
-            stays = tuple(u for u in o.activations if self._units[u].kind is not Kind.HEAD)
-            o = replace(o, activations=stays)
-            head = slice_head(self._config, alone=len(units) == 1)
-            kinds = {**self._slice_passes, Kind.HEAD: head}
-            levels = _StageLevels(kinds, units, o, self._hidden, self._config)
-            places = [i for i, unit in enumerate(units) if unit.kind is Kind.ATTENTION]
-
-            def lines(found: Sequence[tuple[int, Level]], *, back: bool) -> _SliceLines:
-                made = []
-                for place, level in found:
-                    before = sum(p > place if back else p < place for p in places)
-                    made.append(_SliceLine(level, before, before + (place in places)))
-                return _pruned(made)
-
-            self._sliced[key] = _SlicePasses(
-                levels.left,
-                levels.away,
-                len(places),
-                lines(levels.forward, back=False),
-                lines(levels.backward, back=True),
-                lines(levels.first, back=True),
-                levels.owed,
-                _envelope([level for _, level in levels.second]),
-            )
+            self._sliced[key] = slice_stage(self._slice_passes, units, o, self._config)
         return self._sliced[key]
-
-    @cached_property
-    def _context(self) -> float:
-        """Bytes a token that the blocks of one micro-batch share: rotary tables."""
-        c = self._config
-        if c.position_embedding_type != "rope":
-            return 0.0
-        return 4.0 * int(c.kv_channels * c.rotary_percent)
 
     # ---- programs ----------------------------------------------------------------------------
 
@@ -374,92 +236,6 @@ class Footprint:
                 Without it the program's chains are counted as if they were whole samples.
         """
         return _Replay(self, program, device, sliced).run()
-
-
-class _StageLevels:
-    """Levels of the passes of one stage, each with its unit's place in it.
-
-    Attributes:
-        left: what a forward leaves to its backward, the inputs of units included.
-        away: what of it may travel to the host.
-        owed: bytes a token between the halves of a split backward.
-        forward, backward, first, second: levels of the passes; the last two are the halves.
-    """
-
-    def __init__(
-        self,
-        passes: Mapping[Kind, Passes],
-        units: Sequence[Unit],
-        o: OPlan,
-        hidden: float,
-        config: ModelConfig,
-    ) -> None:
-        """``hidden`` is the size of a token between units."""
-        last = units[-1].kind is Kind.HEAD
-        self.forward: list[tuple[int, Level]] = []
-        self.backward: list[tuple[int, Level]] = []
-        self.left = self.away = Level(0.0, 0.0)
-        begun: list[tuple[Passes, Level, Sequence[Level]]] = []
-        for number, unit in enumerate(units):
-            p = passes[unit.kind]
-            again = unit.index in o.recompute and unit.kind is not Kind.EMBEDDING
-            if unit.kind is not Kind.EMBEDDING:
-                self.left += Level(0.0, hidden)  # its input
-            for level in p.unkept if again else p.forward:
-                self.forward.append((number, level + self.left))
-            full = Level(0.0, p.kept, p.kept_sliced)
-            kept = Level(0.0, 0.0) if again else full
-            final = number + 1 == len(units)
-            # The gradient that the backward began with stays to its end, besides the one of this
-            # unit's output.
-            grads = 0.0 if last and final else hidden
-            if not final:
-                grads = hidden if last else 2 * hidden
-            levels = list(p.backward)
-            if again:
-                levels = [*p.forward, *(level + full for level in p.backward)]
-            above = self.left + kept + Level(0.0, grads)
-            self.backward += [(number, level + above) for level in levels]
-            begun.append((p, above, levels))
-            self.left += kept
-            self.away += kept if unit.index in o.activations else Level(0.0, 0.0)
-        self._halves(units, begun, at_once(o), hidden, config)
-
-    def _halves(
-        self,
-        units: Sequence[Unit],
-        begun: Sequence[tuple[Passes, Level, Sequence[Level]]],
-        whole: Set[int],
-        hidden: float,
-        config: ModelConfig,
-    ) -> None:
-        """A split backward: what is owed between the halves, and the levels of both.
-
-        Args:
-            units: of the stage.
-            begun: for each, what is in use when its backward begins, and the levels of a fused one.
-            whole: units that owe nothing.
-            hidden: bytes of a token between units.
-            config: the model.
-        """
-        self.owed = 0.0
-        self.first: list[tuple[int, Level]] = []
-        second: list[tuple[int, Level]] = []
-        final = units[-1]
-        # Without dropout the last unit owes the very gradient that the backward began with.
-        apart = config.hidden_dropout > 0.0 or final.kind is Kind.HEAD or final.index in whole
-        shared = 0.0 if apart else hidden
-        for number, unit in reversed(list(enumerate(units))):
-            p, above, fused = begun[number]
-            above += Level(0.0, self.owed - (0.0 if unit is final else shared))
-            if unit.index in whole:
-                self.first += [(number, level + above) for level in fused]
-                continue
-            self.first += [(number, level + above) for level in p.backward_input]
-            second += [(number, _above(level, -self.owed)) for level in p.backward_weight]
-            self.owed += p.owed
-        # Weight halves free in the same order.
-        self.second = [(number, _above(level, self.owed)) for number, level in second]
 
 
 class _Chain:
@@ -596,7 +372,7 @@ class _Replay:
         if op.micro_batch in self.chain:
             self._forward_slice(op, base)
         else:
-            self.peak = max(self.peak, base + _highest(p.forward, tokens))
+            self.peak = max(self.peak, base + highest(p.forward, tokens))
         self.used += self._left(op) - source
         if (op.stage, op.micro_batch) in self.travels.passes:
             self.leaving = self._travels(op.stage, op.micro_batch)
@@ -608,11 +384,13 @@ class _Replay:
         keys = self.f.chains.keys_values * chain.tokens
         makes = keys if op.micro_batch == chain.first else 0.0
         if makes and q.units and not chain.held:
-            chain.tables = self.f._context * chain.tokens
+            chain.tables = self.f._tables * chain.tokens
             self.used += chain.tables
             base += chain.tables
         frees = keys if self.evaluates and op.micro_batch == chain.last else 0.0
-        most = _most(q.forward, self.tokens[op.micro_batch], self.sliced[op.micro_batch], makes)
+        most = highest_slice(
+            q.forward, self.tokens[op.micro_batch], self.sliced[op.micro_batch], makes
+        )
         self.peak = max(self.peak, base + most)
         self.used += q.units * (makes - frees)
         if q.units:
@@ -637,7 +415,7 @@ class _Replay:
         makes = gradients if m == chain.last else 0.0
         frees = gradients + self.f.chains.keys_values * chain.tokens if m == chain.first else 0.0
         lines = q.backward_input if isinstance(op, BackwardInput) else q.backward
-        most = _most(lines, self.tokens[m], self.sliced[m], makes, frees)
+        most = highest_slice(lines, self.tokens[m], self.sliced[m], makes, frees)
         self.peak = max(self.peak, base + most)
         self.used += q.units * (makes - frees)
         if frees:
@@ -651,12 +429,12 @@ class _Replay:
             self._backward_slice(op, self.used - left)
         else:
             lines = p.backward_input if split else p.backward
-            self.peak = max(self.peak, self.used - left + _highest(lines, tokens))
+            self.peak = max(self.peak, self.used - left + highest(lines, tokens))
         self.used += (self.f.boundary * tokens if op.stage else 0.0) - left
         self.used += self._halves(op).owed * tokens if split else 0.0
         self._done(op)
 
-    def _halves(self, op: Compute) -> _StagePasses | _SlicePasses:
+    def _halves(self, op: Compute) -> StagePasses | SlicePasses:
         """What is owed between the halves of a pass."""
         cut = op.micro_batch in self.chain
         return self.slices[op.stage] if cut else self.passes[op.stage]
@@ -665,7 +443,7 @@ class _Replay:
         tokens, p = self.tokens[op.micro_batch], self._halves(op)
         self.used -= p.owed * tokens
         if p.backward_weight:
-            self.peak = max(self.peak, self.used + _highest(p.backward_weight, tokens))
+            self.peak = max(self.peak, self.used + highest(p.backward_weight, tokens))
         self._done(op)
 
     def _done(self, op: Compute) -> None:
@@ -718,7 +496,3 @@ class _Replay:
             elif isinstance(op, Drop):
                 used -= self.slabs.pop(op.slab, 0.0)
         return max(peak, used + sum(window))
-
-
-def _above(level: Level, token: float) -> Level:
-    return Level(level.fixed, level.token + token)

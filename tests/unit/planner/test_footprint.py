@@ -9,7 +9,8 @@ import pytest
 
 from megatron_flex.data.microbatch import MicroBatch
 from megatron_flex.data.microbatches import CostCoefficients, cut_by_tokens
-from megatron_flex.planner.footprint import Footprint, _envelope, _highest
+from megatron_flex.planner.footprint import Footprint
+from megatron_flex.planner.levels import envelope, highest
 from megatron_flex.planner.memory import slab_elements, state_bytes, total_parameters
 from megatron_flex.planner.passes import Level
 from megatron_flex.planner.plan import OPlan, Plan
@@ -40,9 +41,9 @@ def test_the_envelope_of_levels_is_their_highest_everywhere() -> None:
             Level(float(rng.choice([0, rng.randint(0, 1000)])), float(rng.randint(-50, 50)))
             for _ in range(rng.randint(1, 12))
         ]
-        lines = _envelope(levels)
+        lines = envelope(levels)
         for tokens in (0.0, 1.0, 2.5, 10.0, 100.0, 1e4):
-            assert _highest(lines, tokens) == max(level(tokens) for level in levels)
+            assert highest(lines, tokens) == max(level(tokens) for level in levels)
 
 
 def test_slabs_are_16_bytes_a_parameter_and_8_on_the_host_are_not_on_the_device() -> None:

@@ -147,9 +147,13 @@ LENGTHS = (800, 600, 75, 45, 150)
         (fused, f"0:{UNITS}@0"),
         (split, f"0:{UNITS}@0"),
         (by_chain, f"0:3@0 | 3:{UNITS}@0"),
+        (split, f"0:3@0 | 3:{UNITS}@0"),
+        (split, f"0:1@0 | 1:4@0 | 4:{UNITS}@0"),
+        (split, f"0:{UNITS - 1}@0 | {UNITS - 1}:{UNITS}@0 ; recompute 2"),
         (fused, f"0:{UNITS}@0 ; recompute 1-{UNITS - 1}"),
         (split, f"0:{UNITS}@0 ; recompute 3"),
         (fused, f"0:{UNITS}@0 ; activations 1-{UNITS - 2}"),
+        (split, f"0:3@0 | 3:{UNITS}@0 ; activations 1-{UNITS - 2}"),
     ],
     ids=lambda x: x if isinstance(x, str) else x.__name__,
 )

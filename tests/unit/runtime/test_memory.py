@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
@@ -13,6 +14,7 @@ import pytest
 import torch
 
 from megatron_flex.data.microbatches import CostCoefficients, cut_by_tokens
+from megatron_flex.model.config import ModelConfig
 from megatron_flex.planner.footprint import Footprint
 from megatron_flex.planner.plan import Plan
 from megatron_flex.programs import build_program
@@ -33,22 +35,25 @@ WHOLE = f"0:{CONFIG.layers.num_units}@0"
 class Worker:
     """A worker of a world of one."""
 
-    def __init__(self, plan: str = WHOLE, exact: bool = False) -> None:
+    def __init__(
+        self, plan: str = WHOLE, exact: bool = False, config: ModelConfig = CONFIG
+    ) -> None:
         gc.collect()  # an executor refers to itself: those of other tests go now, not in between
         self.plan = Plan.parse(plan)
         self.world = World(0, 1, CPU, timedelta(seconds=10))
-        self.holdings = Holdings(CONFIG, self.plan, 0, CPU, exact=exact)
+        self.config = config
+        self.holdings = Holdings(config, self.plan, 0, CPU, exact=exact)
         self.executor = Executor(self.world, self.holdings, OptimizerConfig())
-        self.footprint = Footprint(CONFIG, exact=exact)
+        self.footprint = Footprint(config, exact=exact)
 
     def step(
         self, iteration: int = 0, budget: float | None = None, policy: str = "1f1b"
     ) -> StepResult:
         batch = jobs.batch_of(iteration)
         parts = cut_by_tokens(batch, 100, CostCoefficients())
-        program = build_program(CONFIG, self.plan, parts, 1, policy=policy)
+        program = build_program(self.config, self.plan, parts, 1, policy=policy)
         expected = Expected(*self.footprint.device(program, 0), budget)
-        read: Any = partial(jobs._read, CONFIG, parts, frozenset())
+        read: Any = partial(jobs._read, self.config, parts, frozenset())
         inputs = StepInputs(read, batch.denominators, StepSize(1e-3, 0.1), memory=expected)
         return self.executor.run(part_of(program, 0), inputs)
 
@@ -95,8 +100,27 @@ def test_peaks_are_those_of_the_profilers_allocator_events(worker: Worker) -> No
 @pytest.mark.parametrize("exact", [False, True])
 @pytest.mark.parametrize("policy", ["1f1b", "zb"])
 def test_predicted_peaks_are_the_counted_ones(o_plan: str, exact: bool, policy: str) -> None:
-    worker = Worker(WHOLE + o_plan, exact)
-    for iteration in range(3):
+    holds(Worker(WHOLE + o_plan, exact), policy)
+
+
+UNTIED = replace(CONFIG, untie_embeddings_and_output_weights=True, hidden_dropout=0.0)
+
+
+@pytest.mark.parametrize("config", [CONFIG, UNTIED], ids=["tied", "untied"])
+@pytest.mark.parametrize("stages", [(4,), (1, 4, 7)])
+@pytest.mark.parametrize("o_plan", ["", " ; recompute 3-4", " ; activations 1-6"])
+@pytest.mark.parametrize("policy", ["gpipe", "zb"])
+def test_predicted_peaks_of_several_stages_on_a_device(
+    config: ModelConfig, stages: tuple[int, ...], o_plan: str, policy: str
+) -> None:
+    ends = (0, *stages, config.layers.num_units)
+    plan = " | ".join(f"{a}:{b}@0" for a, b in itertools.pairwise(ends))
+    holds(Worker(plan + o_plan, config=config), policy, iterations=2)
+
+
+def holds(worker: Worker, policy: str, iterations: int = 3) -> None:
+    """Expect peaks within 1 %."""
+    for iteration in range(iterations):
         (row,) = worker.step(iteration, policy=policy).measured
         # This process may hold tensors of other tests.
         others = worker.holdings.memory.current - sum(
