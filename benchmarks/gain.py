@@ -48,6 +48,7 @@ from megatron_flex.planner.flops import model_work, total_work
 from megatron_flex.planner.options import PlannerOptions
 from megatron_flex.planner.plan import Plan, PlanError
 from megatron_flex.planner.planner import Planner
+from megatron_flex.planner.pool import Pool
 from megatron_flex.planner.presets import model
 from megatron_flex.planner.simulation import Prediction, predict, static_bytes
 from megatron_flex.planner.ways import ways
@@ -55,6 +56,8 @@ from megatron_flex.schedule.list_scheduler import lower_bound
 
 Lengths = NDArray[np.int64]
 SLICES = "+slices"
+FIRST = 50
+"""Simulations of the first decision of a run, which nobody waits for more than once."""
 
 
 @dataclass(frozen=True)
@@ -74,8 +77,8 @@ class Row:
 
     @property
     def simulations(self) -> int:
-        """Candidates that a decision simulates."""
-        return 4 if self.long else 2
+        """Of a decision: about as many as 30 % of an iteration's time holds on one core."""
+        return 100 if self.long else 12
 
     def lengths(self, number: int) -> Lengths:
         """The samples of a batch."""
@@ -179,10 +182,12 @@ class Setting:
         return float((free[held] / taken[held]).min())
 
     def planned(self, progress: Callable[[], object]) -> list[tuple[Plan, Prediction, Batch]]:
-        """A decision for each batch, as its program would run."""
+        """A decision for each batch, as its program would run; the pool of plans goes along."""
         found = []
+        pool, count = Pool.empty(), FIRST
         for cuts in self.ways:
-            decision = self.planner.decide(cuts, None)
+            decision, pool = self.planner.decide_with(pool, cuts, None, count=count)
+            count = self.planner.options.simulations or count
             batch = cuts[decision.micro_batching]
             prediction = predict(self.planner.units, decision.plan, batch)
             assert prediction is not None  # only a finite stop gives None
