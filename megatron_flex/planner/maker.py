@@ -23,9 +23,6 @@ from megatron_flex.schedule.validate import validate
 
 MIGRATION_GAIN = 0.05
 """Micro-batches move to the next layout within an iteration if its simulated time falls by this."""
-CLEAR_OF = 0.85
-"""Part of the budget up to which ``auto`` splits the backward. What is held between its halves is
-predicted to some 7 % only; a whole backward's memory to 2 %."""
 _REMEMBERED = 8
 _ATTEMPTS = 3
 
@@ -109,7 +106,8 @@ class Maker:
             spare += math.ceil(over) * (1 + attempt)
         assert placed is not None  # for the type checker
         auto = not plan.schedule and self.costs.options.schedule == AUTO and not forward_only
-        if auto and placed.placement.problem.split and made.peak > CLEAR_OF * self.costs.budget:
+        # Split backwards hold more; a fused one may do where a split one does not fit.
+        if auto and placed.placement.problem.split and over > 0:
             return self._keep(replace(plan, schedule=FUSED), batch, forward_only=False)
         return made
 

@@ -239,7 +239,7 @@ def place_plan(
     room = [max(0.0, free - size) for size in fixed]
     split: Placed | None = None
     if name == AUTO and plan.o_plan:
-        name = FUSED  # memory is short, and a whole backward's is known best
+        name = FUSED  # memory is short: what is saved is not for what halves would hold
     if name in (SEARCHED, AUTO):
         choice = search(
             plan, op, table=table, memory=room, tries=tries, stop=stop, chains=batch.chains

@@ -144,6 +144,20 @@ def test_a_tight_budget_is_never_exceeded(
     assert not over, f"budget {budget:.0f}, iterations {over}"
 
 
+def test_split_backwards_fill_a_budget_and_keep_to_it(workers: WorkerPool, data: str) -> None:
+    argv = flags(data, "--train-iters", "20", budget="0.00055")
+    run = runs.run(workers, 3, argv)
+    filled = []
+    for record, plan in zip(run.history.iterations, plans_of(run), strict=True):
+        assert record.extra["memory-over-budget"] == 0.0
+        if plan.schedule == "zb":
+            filled.append(record.extra["memory-predicted"] / 550_000)
+            near = pytest.approx(record.extra["memory-predicted"], rel=0.02)
+            assert record.extra["memory-measured"] == near
+    assert len(filled) >= 5
+    assert max(filled) > 0.9
+
+
 def test_iterations_over_the_budget_are_counted_and_said(workers: WorkerPool, data: str) -> None:
     plain = [*runs.MODEL, *runs.TRAINING, "--train-iters", "3", "--data-path", data, "--split",
              "1,0,0", "--flexpipe-memory-budget-gb", "0.0005"]  # fmt: skip

@@ -11,6 +11,7 @@ from megatron_flex.planner.build import Batch
 from megatron_flex.planner.candidates import Candidate
 from megatron_flex.planner.decision import Infeasible
 from megatron_flex.planner.limits import MARGIN, UNTAKEN
+from megatron_flex.planner.maker import Made
 from megatron_flex.planner.plan import OPlan, Plan
 from megatron_flex.planner.planner import Planner
 from megatron_flex.planner.pricing import Price
@@ -199,3 +200,25 @@ def test_a_plan_for_whose_cuts_there_is_no_room_is_not_run() -> None:
     tight = replace(running, spare=(0.0,) * 4)
     assert not p.fitter.hands_over(tight, after)
     assert p.fitter.hands_over(tight, SHARDED.sharded())
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_auto_splits_the_backward_as_long_as_that_fits(seed: int) -> None:
+    batch = drawn_batch(seed)
+
+    def made(budget: float, schedule: str) -> tuple[Made, float]:
+        fitter = planner(budget, schedule=schedule).fitter
+        assert fitter is not None
+        return fitter.maker.keep(LAYOUT, batch), fitter.maker.allowed(LAYOUT, batch)
+
+    fused = max(map(max, made(80e9, "1f1b")[0].memory))
+    found = []
+    for part in (1.01, 1.05, 1.1, 1.2, 1.3, 1.4, 1.5, 1.6, 1.7):
+        program, allowed = made(part * needed(batch), "auto")
+        assert program.peak <= allowed
+        found.append((program.schedule, program.peak / allowed))
+        if program.schedule == "1f1b":
+            assert program.peak == fused
+    assert found[0][0] == "1f1b"
+    assert found[-1][0] == "zb"
+    assert max(part for schedule, part in found if schedule == "zb") > 0.95
