@@ -20,6 +20,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import re
 import sys
 from collections.abc import Sequence
 from itertools import pairwise
@@ -41,6 +42,7 @@ from megatron_flex.schedule.replay import replay_program
 from megatron_flex.schedule.text import load
 
 BEST = "best"
+_TOKENS = re.compile(r"(-?[0-9]{1,9})(?:/(-?[0-9]{1,9}))?")  # of a sample, and its slices
 _TABLES = ("forward", "backward_input", "backward_weight", "transfer", "activation")
 #: Layouts with two stages on each device, in a V.
 V_SHAPED = ("zb-v", BEST)
@@ -116,8 +118,13 @@ def read_tokens(text: str) -> tuple[list[int], list[tuple[int, ...]]]:
     tokens: list[int] = []
     chains: list[tuple[int, ...]] = []
     for word in text.split(","):
-        size, _, parts = word.partition("/")
-        whole, number = int(size), int(parts or 1)
+        match = _TOKENS.fullmatch(word.strip())
+        if match is None:
+            raise ValueError(
+                f"--tokens: '{word}' is not a number of tokens, such as 900, or 900/3 for a sample"
+                " in three slices"
+            )
+        whole, number = int(match[1]), int(match[2] or 1)
         if not 1 <= number <= whole:
             raise ValueError(
                 f"'{word}': a sample has at least one slice, and each at least a token"

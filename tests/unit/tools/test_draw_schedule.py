@@ -13,6 +13,9 @@ def test_a_sample_in_slices_is_a_chain() -> None:
     for wrong in ("5/0", "2/3"):
         with pytest.raises(ValueError, match="at least one slice"):
             read_tokens(wrong)
+    for wrong in ("a/b", "/2", "900/", "900/1.5", "900/3/2", "900,,2", "nan", "1e3"):
+        with pytest.raises(ValueError, match="not a number of tokens, such as 900, or 900/3"):
+            read_tokens(wrong)
 
 
 @pytest.mark.parametrize("name", ["1f1b", "seq1f1b", "zb", "zb-v", "best"])
