@@ -10,6 +10,7 @@ from megatron_flex.loop.desk import Desk
 from megatron_flex.loop.lengths import Lengths
 from megatron_flex.loop.planned import PlannedPlans
 from megatron_flex.loop.plans import Choice, Plans, ScriptedPlans, read_plans
+from megatron_flex.planner.plan import Plan, PlanError
 
 
 def plans_change(config: Config) -> bool:
@@ -27,8 +28,28 @@ def open_plans(
         return PlannedPlans(config, parts.plan, desk, lengths, iteration)
     path = config.flexpipe.flexpipe_plans
     if path is None:
+        _check_cut(config, parts.plan)
         return ScriptedPlans([Choice(parts.plan)])
     choices = read_plans(path, model.layers, config.world_size)
+    for choice in choices:
+        _check_cut(config, choice.plan)
     if config.parallel.use_distributed_optimizer:
         choices = [replace(c, plan=c.plan.sharded()) for c in choices]
     return ScriptedPlans(choices)
+
+
+def _check_cut(config: Config, plan: Plan) -> None:
+    """Raise ``PlanError`` if a plan says how its batch is cut, and a flag says otherwise."""
+    tokens, size = config.data.micro_batch_tokens, config.training.micro_batch_size
+    slices = config.flexpipe.slice_tokens
+    flag = (
+        f"--flexpipe-slice-tokens {slices}" if slices
+        else f"--micro-batch-size {size}" if size
+        else f"--micro-batch-tokens {tokens}" if tokens not in (None, plan.cut)
+        else None
+    )  # fmt: skip
+    if plan.cut and flag is not None:
+        raise PlanError(
+            f"the plan '{plan}' says how its batch is cut, and {flag} says otherwise: leave the"
+            f" flag out, or '; cut {plan.cut}'"
+        )

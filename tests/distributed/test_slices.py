@@ -14,7 +14,7 @@ from megatron_flex.data.cut import Cut
 from megatron_flex.data.microbatches import CostCoefficients
 from megatron_flex.model.config import ModelConfig
 from tests.distributed import jobs
-from tests.distributed.pool import WorkerPool
+from tests.distributed.pool import WorkerError, WorkerPool
 from tests.distributed.test_exactness import TIED, UNTIED, reference
 from tests.end_to_end import runs
 
@@ -166,6 +166,29 @@ def test_a_recorded_run_whose_planner_chose_the_cuts_replays_to_the_same_bits(
     again = runs.run(workers, 2, [*free, "--flexpipe-plans", record])
     assert again.history.iterations[-1].losses == first.history.iterations[-1].losses
     runs.assert_same(first, runs.run(workers, 1, flags(data)))
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--micro-batch-size", "2"],
+        ["--micro-batch-tokens", "50"],
+        ["--flexpipe-slice-tokens", "32"],
+    ],
+    ids=lambda words: words[0],
+)
+@pytest.mark.parametrize("flag", ["--flexpipe-plan", "--flexpipe-plans"])
+def test_a_flag_that_cuts_otherwise_than_the_plan_is_refused(
+    workers: WorkerPool, data: str, tmp_path: Path, flag: str, words: list[str]
+) -> None:
+    plan = "0:8@0 ; cut 64"
+    (tmp_path / "plans.txt").write_text(plan)
+    free = [w for w in flags(data) if w not in _micro_batch_words(flags(data))]
+    given = [flag, plan if flag == "--flexpipe-plan" else str(tmp_path / "plans.txt")]
+    with pytest.raises(WorkerError, match=f"{' '.join(words)} says otherwise") as caught:
+        runs.run(workers, 1, [*free, *given, *words])
+    assert caught.value.kind == "PlanError"
+    runs.run(workers, 1, [*free, *given, "--micro-batch-tokens", "64"])
 
 
 def _micro_batch_words(words: list[str]) -> set[str]:
