@@ -97,8 +97,9 @@ class Counts:
         lost = self.cut_tokens + self.dropped_tokens
         advice = ", or make several samples of a document with --overlong split"
         return (
-            f"{100 * self.lost:.1f} % of the tokens ({lost} of {self.tokens}) are left out because"
-            f" of --max-sample-length {max_length}: raise it{'' if self.divided else advice}"
+            f"{100 * self.lost:.1f} % of the tokens ({lost} of {self.tokens}) are left out:"
+            f" samples are longer than --max-sample-length (or else --seq-length) {max_length}:"
+            f" raise it{'' if self.divided else advice}"
         )
 
     def __str__(self) -> str:

@@ -489,4 +489,8 @@ if __name__ == "__main__":
     # (--exit-signal-handler) needs its planner until then; the end of the questions ends it.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     os.nice(5)  # workers come first where they share cores
-    serve(sys.stdin.buffer, sys.stdout.buffer)
+    try:
+        serve(sys.stdin.buffer, sys.stdout.buffer)
+    except BrokenPipeError:
+        # The worker has ended and says why; a traceback below its error would only hide it.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

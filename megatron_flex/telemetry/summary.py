@@ -73,11 +73,11 @@ class Summary:
                 f" {duration(self._seconds)} ({count(rate)} tokens/s)"
             )
         if self._last:
-            a, b = (sum(x) / len(x) for x in (self._first, self._last))
-            yield (
-                f" {self._name}: {b:.4f}, from {a:.4f} (means of the last and the first"
-                f" {len(self._last)} iterations)"
-            )
+            # Of a short run the halves, so that its end and its beginning have none in common.
+            n = max(1, min(len(self._last), self._iterations // 2))
+            a, b = sum(self._first[:n]) / n, sum(self._last[-n:]) / n
+            of = f" (means of the last and the first {n} iterations)" if n > 1 else ""
+            yield f" {self._name}: {b:.4f}, from {a:.4f}{of}"
         for kind, (name, value) in self._validations.items():
             yield f" {kind} {name}: {value:.4f}"
         if self._iterations:

@@ -122,9 +122,10 @@ def test_a_loss_of_one_percent_of_the_tokens_is_worth_a_warning(
     # 30 of 100 tokens are within the limit: 10 of the first, and 20 of the two others.
     cut = [81, 11, 11] if overlong is Overlong.TRUNCATE else [71, 11, 11, 11]
     counts = samples(tmp_path / "d", cut, max_length=10, overlong=overlong).selection.counts
-    message = "70.0 % of the tokens (70 of 100) are left out because of --max-sample-length 10:"
+    message = "70.0 % of the tokens (70 of 100) are left out: samples are longer than"
+    limit = "--max-sample-length (or else --seq-length) 10:"
     warning = counts.warning(10)
-    assert warning == f"{message} raise it, or make several samples of a document with" \
+    assert warning == f"{message} {limit} raise it, or make several samples of a document with" \
         " --overlong split"  # fmt: skip
     for longest, warned in ((110, False), (112, True)):  # 0.9 % and 1.1 % of the tokens
         made = samples(tmp_path / str(longest), [*[101] * 9, longest], max_length=100)

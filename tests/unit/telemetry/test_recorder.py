@@ -160,7 +160,7 @@ def test_a_run_ends_with_a_summary(tmp_path: Path) -> None:
     assert lines[1] == (
         " trained: 4 iterations, up to iteration 4 of 20; 4,000 tokens in 2 s (2,000 tokens/s)"
     )
-    assert lines[2].startswith(" lm loss: 2.5000, from 2.5000")
+    assert lines[2].startswith(" lm loss: 1.5000, from 3.5000 (means of the last and the first 2 ")
     assert lines[3:] == [
         " validation lm loss: 2.0000",
         " test lm loss: 1.5000",
