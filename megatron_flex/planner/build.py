@@ -291,6 +291,11 @@ class ModelCosts:
         """Bytes that a forward leaves, a token."""
         return self._sum({kind: costs.activation for kind, costs in self.profile.kinds.items()})
 
+    @cached_property
+    def owed(self) -> Array:
+        """Bytes between the halves of a split backward, a token."""
+        return self._sum({kind: unit.owed for kind, unit in unit_memory(self.config).items()})
+
     @property
     def intra(self) -> Link:
         """The link between devices of a server: measured, if the profile has it."""

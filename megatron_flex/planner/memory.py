@@ -66,6 +66,7 @@ class UnitMemory:
         transient: bytes that a pass needs while it runs, a token.
         fixed: bytes that a pass needs besides, whatever its tokens: the gradients of tables. (Those
             of other weights are small beside the unit's state, and left out here.)
+        owed: bytes that the input half of a split backward leaves for the weight half, a token.
     """
 
     state: StateBytes
@@ -73,6 +74,7 @@ class UnitMemory:
     kept: float | None
     transient: float
     fixed: float = 0.0
+    owed: float = 0.0
 
 
 def parameter_sizes(config: ModelConfig, kind: Kind) -> tuple[int, ...]:
@@ -170,6 +172,7 @@ def unit_memory(config: ModelConfig) -> Mapping[Kind, UnitMemory]:
             None if end else hidden,
             max(forward, backward),
             max(level.fixed for level in unit.backward) if end else 0.0,
+            unit.owed,
         )
     return found
 

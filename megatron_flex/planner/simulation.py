@@ -100,7 +100,10 @@ def op_costs(costs: ModelCosts, plan: Plan, batch: Batch) -> OpCosts:
     whole = costs.backward_weight * (1.0 - waits)
     inputs = table(costs.backward_input + costs.forward * again + whole)
     weights = table(costs.backward_weight * waits)
-    held = np.outer(np.add.reduceat(kept, starts), batch.tokens)
+    # Between the halves a stage holds what is owed; the embedding owes, but keeps nothing before.
+    halves = costs.owed * waits if costs.options.split else np.zeros(costs.num_elements)
+    most = np.maximum(np.add.reduceat(kept, starts), np.add.reduceat(halves, starts))
+    held = np.outer(most, batch.tokens)
     size = costs.profile.boundary * batch.tokens
     links = (costs.cluster.inter, costs.intra)
     wires = np.stack([link.latency + size / link.bytes_per_second for link in links])

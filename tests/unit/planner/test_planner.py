@@ -121,8 +121,18 @@ def test_actions(before: str | None, after: str, action: Action) -> None:
     assert action_of(current, Plan.parse(after)) is action
 
 
+@pytest.mark.parametrize("schedule", ["1f1b", "zb", "auto"])
+def test_an_embedding_owes_the_gradient_of_its_output_between_the_halves(schedule: str) -> None:
+    costs, batch = small_planner(2, schedule=schedule).units, even_batch(4, 512)
+    units = costs.num_elements
+    held = op_costs(costs, Plan.parse(f"0:1@0 | 1:{units}@1"), batch).activation
+    assert held[0][0] == (0.0 if schedule == "1f1b" else 512 * costs.profile.boundary)
+    whole = float(costs.activation[1:].sum())  # before the halves there is more
+    assert held[1][0] == pytest.approx(512 * whole)
+
+
 def test_recompute_costs_its_forward_again_and_keeps_its_input() -> None:
-    planner = small_planner(2)
+    planner = small_planner(2, schedule="1f1b")
     costs, batch = planner.units, even_batch(4, 512)
     plain = static_plan(costs.config, 2, 2)
     o = Plan(plain.stages, OPlan(recompute=(1, 2, 3)))
