@@ -213,7 +213,7 @@ class Setting:
 def table(rows: Sequence[Row], schedules: Sequence[str], batches: int | None) -> None:
     """Print the rows as they come."""
     names = [f"{s}, {kind}" for s in schedules for kind in ("planned", "single")]
-    print(f"{'':34s}{'chain':>7s}" + "".join(f"{n:>18s}" for n in names)
+    print(f"{'':34s}{'chain':>7s}" + "".join(f"{n:>20s}" for n in names)
           + f"{'bound':>8s}{'fixed':>8s}{'update':>8s}{'reduction':>11s}{'room':>7s}")  # fmt: skip
     for row in rows:
         count = batches or (10 if row.long else 24)
@@ -239,7 +239,7 @@ def table(rows: Sequence[Row], schedules: Sequence[str], batches: int | None) ->
                 sum(max(p.timeline.update) for _, p, _ in planned) / ideal,
                 sum(p.timeline.norm - p.placement.makespan for _, p, _ in planned) / ideal,
             )
-        print(f"{row!s:34s}{cells[0]:7.2f}" + "".join(f"{c:18.2f}" for c in cells[1:])
+        print(f"{row!s:34s}{cells[0]:7.2f}" + "".join(f"{c:20.2f}" for c in cells[1:])
               + f"{spent[0]:8.2f}{spent[1]:8.2f}{spent[2]:8.2f}{spent[3]:11.2f}{room:>7s}",
               flush=True)  # fmt: skip
 
