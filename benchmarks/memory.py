@@ -38,6 +38,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from benchmarks.chain_memory import table
 from benchmarks.directed import Directed
 from megatron_flex.arguments import parse
 from megatron_flex.cluster.cluster import load
@@ -267,7 +268,7 @@ def mixture(arguments: argparse.Namespace, chooser: Chooser, source: BatchSource
 
 
 def main() -> None:
-    """Both tables."""
+    """All tables."""
     p = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -280,12 +281,20 @@ def main() -> None:
     p.add_argument("--budget", type=float, default=0.75, help="part of what no optimisation takes")
     p.add_argument("--mixture", type=int, default=60, help="batches of the second table; 0: none")
     p.add_argument("--part", type=float, default=0.97, help="of batches that need no optimisation")
+    p.add_argument("--slices", type=int, default=16, help="of the last table; 0: none")
+    p.add_argument("--slice-tokens", type=int, default=256)
+    p.add_argument("--only-slices", action="store_true")
     arguments = p.parse_args()
     config, parts, source = prepare(arguments)
+    if arguments.only_slices:
+        table(parts.model, arguments.slices, arguments.slice_tokens, arguments.cycles)
+        return
     chooser = Chooser(config, parts, shard=arguments.replicas)
     same_batch(arguments, chooser, source)
     if arguments.mixture:
         mixture(arguments, chooser, source)
+    if arguments.slices:
+        table(parts.model, arguments.slices, arguments.slice_tokens, arguments.cycles)
 
 
 if __name__ == "__main__":

@@ -217,6 +217,17 @@ class Footprint:
             self._sliced[key] = slice_stage(self._slice_passes, units, o, self._config)
         return self._sliced[key]
 
+    def travelling(self, plan: Plan, stage: int, tokens: float, sliced: float = 0.0) -> float:
+        """Bytes of one pass's activations that may go to the host.
+
+        Args:
+            sliced: tokens among ``tokens`` of a sample that is cut; 0: there is none.
+        """
+        held, o = plan.stages[stage], plan.o_plan
+        if sliced:
+            return self._slices(held, o).travels(tokens, sliced)
+        return self._stage(held, o).travels * tokens
+
     # ---- programs ----------------------------------------------------------------------------
 
     def peaks(self, program: Program, sliced: Sequence[int] = ()) -> tuple[float, ...]:

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_flex.data.microbatch import MicroBatch
+from megatron_flex.data.microbatch import MicroBatch, Slice
 from megatron_flex.data.microbatches import CostCoefficients, cut_by_tokens
 from megatron_flex.planner.footprint import Footprint
 from megatron_flex.planner.levels import envelope, highest
@@ -139,3 +139,13 @@ def test_what_is_handed_over_is_there_beside_what_goes() -> None:
     assert sizes[0] == footprint.held(plan, 0) + footprint.slab(5)
     assert sizes[1] == footprint.held(plan, 1)
     assert footprint.handed_over(plan, following, set(), 2)[1] == footprint.held(following, 1)
+
+
+def test_offload_takes_from_the_peak_of_a_chain_most_of_what_moves() -> None:
+    cut = [MicroBatch((Slice(0, 256 * i, 256 * (i + 1), 4096),)) for i in range(16)]
+    footprint, plan = Footprint(CONFIG), Plan.parse(f"0:{UNITS}@0")
+    away = replace(plan, o_plan=OPlan(activations=tuple(range(1, UNITS - 1))))
+    stays, goes = (build_program(CONFIG, p, cut, 1, policy="gpipe") for p in (plan, away))
+    moved = footprint.travelling(away, 0, 256, 256) * 15  # the last one goes back at once
+    first, second = (footprint.device(p, 0, [256] * 16)[0] for p in (stays, goes))
+    assert 0.6 * moved < first - second < moved
