@@ -29,6 +29,8 @@ CLEAR = 0.85
 MOST_DEVICES = 64
 """Instruction lists of more devices take too long to make for a decision; there the bound rules."""
 _ATTEMPTS = 10
+_LOOKED_AT = 8
+"""Units whose activations are taken back if the plan fits without; each takes a program."""
 
 
 class Fitter:
@@ -123,7 +125,8 @@ class Fitter:
             first = first or over
             missing = max(0.0, *first)
             if max(over) <= 0 or any(over[g] > 0 for g in exhausted):
-                return self._priced(pricer, plan, parts, missing, peaks)
+                price = self._priced(pricer, plan, parts, missing, peaks)
+                return self._without_vain_copies(pricer, price)
             for g in (g for g, lacks in enumerate(over) if lacks > 0):
                 # Elements may save less than the bound says they do.
                 said, saved = parts[g].recomputed + parts[g].offloaded, first[g] - over[g]
@@ -138,6 +141,23 @@ class Fitter:
             parts[g] = optimise(tables, groups[g], whole=True)
         plan = self._costs.placed(Plan(plan.stages, replace(o_plan(tables, parts), lean=lean)))
         return self._priced(pricer, plan, parts, missing, self.peaks(plan, pricer.batch))
+
+    def _without_vain_copies(self, pricer: Pricer, price: Price) -> Price:
+        """The plan without activations on the host that it does not need to fit.
+
+        The bound thinks that all but two micro-batches are away. In the program only passes with
+        time before their backward travel, and the peak may be where they are back.
+        """
+        if not price.fits:
+            return price
+        for unit in price.plan.o_plan.activations[:_LOOKED_AT]:
+            o = price.plan.o_plan
+            fewer = replace(o, activations=tuple(u for u in o.activations if u != unit))
+            plan = self._costs.placed(Plan(price.plan.stages, fewer))
+            found = self._as_it_is(pricer, plan, price.missing)
+            if found.fits:
+                price = found
+        return price
 
     def _can_be_lean(self, plan: Plan) -> bool:
         """Whether a lean plan has fewer forwards in flight."""

@@ -222,3 +222,29 @@ def test_auto_splits_the_backward_as_long_as_that_fits(seed: int) -> None:
     assert found[0][0] == "1f1b"
     assert found[-1][0] == "zb"
     assert max(part for schedule, part in found if schedule == "zb") > 0.95
+
+
+@pytest.mark.parametrize("part", [1.0, 0.97, 0.93])
+def test_activations_go_to_the_host_only_where_the_plan_does_not_fit_without(part: float) -> None:
+    batch, plan = drawn_batch(0), Plan.parse("0:4@0 | 4:8@1 | 8:11@2 | 11:14@3")
+
+    def limited(budget: float) -> Planner:
+        return small_planner(
+            4, config=small_model(6), budget=int(budget), schedule="1f1b", exact_memory=True,
+            recompute=False, offload_optimizer=False,
+        )  # fmt: skip
+
+    loose = limited(80e9)
+    assert loose.fitter is not None
+    messages = UNTAKEN * 2 * 1024 * float(batch.tokens.max())
+    p = limited((part * max(loose.fitter.peaks(plan, batch)) + messages) / (1.0 - MARGIN))
+    assert p.fitter is not None
+    finder = p.finder([batch])
+    price = p.fitted(finder, finder.best_of(plan, None, "given"), None).price
+    away = price.plan.o_plan.activations
+    assert price.fits
+    assert away
+    allowed = p.fitter.maker.allowed(plan, batch)
+    for unit in away:
+        fewer = replace(plan, o_plan=OPlan(activations=tuple(u for u in away if u != unit)))
+        assert max(p.fitter.peaks(fewer, batch)) > allowed
