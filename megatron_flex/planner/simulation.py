@@ -101,7 +101,10 @@ def op_costs(costs: ModelCosts, plan: Plan, batch: Batch) -> OpCosts:
     inputs = table(costs.backward_input + costs.forward * again + whole)
     weights = table(costs.backward_weight * waits)
     # Between the halves a stage holds what is owed; the embedding owes, but keeps nothing before.
-    halves = costs.owed * waits if costs.options.split else np.zeros(costs.num_elements)
+    # By the plan's own schedule: where it was recorded, the flags may name none that splits.
+    name = plan.schedule or costs.options.schedule
+    splits = name == AUTO or policy(name).split
+    halves = costs.owed * waits if splits else np.zeros(costs.num_elements)
     most = np.maximum(np.add.reduceat(kept, starts), np.add.reduceat(halves, starts))
     held = np.outer(most, batch.tokens)
     size = costs.profile.boundary * batch.tokens
