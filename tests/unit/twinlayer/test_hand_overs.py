@@ -103,9 +103,10 @@ def test_what_has_no_room_is_said_to_both_ends_alike() -> None:
         writer, reader = join(socket, 0), join(socket, 1)
         wanted = [HandOver(0, 1, BYTES, 1), HandOver(0, 2, BYTES, 1), HandOver(0, 3, 4096, 1)]
         writer.hand_overs.reserve(1, wanted[:2])
-        reader.hand_overs.reserve(1, wanted[::-1])  # the writer was first
+        assert writer.hand_overs.reserved()  # so that the writer was first
+        reader.hand_overs.reserve(1, wanted[::-1])
+        assert reader.hand_overs.reserved()
         for one in (writer, reader):
-            assert one.hand_overs.reserved()
             assert one.hand_overs.entry(0, 1) is not None
             assert one.hand_overs.entry(0, 2) is None
         assert status(socket)["without_room"] == 2
