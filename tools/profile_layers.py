@@ -33,7 +33,6 @@ if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-import numpy as np
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
@@ -42,8 +41,6 @@ from megatron_flex.cluster.cluster import Link
 from megatron_flex.cluster.profile import ProfileError
 from megatron_flex.data.bar import progress_bar
 from megatron_flex.data.errors import DataError
-from megatron_flex.data.global_batch import GlobalBatch
-from megatron_flex.loop.iteration import run_cut
 from megatron_flex.loop.questions import ABOUT, Run, read_run
 from megatron_flex.model.config import ModelConfig
 from megatron_flex.planner.plan import PlanError
@@ -149,9 +146,7 @@ def tokens_of(run: Run | None) -> list[int]:
 
 def cut_lengths(run: Run, lengths: tuple[int, ...]) -> list[int]:
     """Tokens of the micro-batches of a batch."""
-    array = np.asarray(lengths, dtype=np.int64)
-    batch = GlobalBatch(0, array, (int(array.sum()),))
-    return [m.tokens for m in run_cut(run.config, run.coefficients).micro_batches(batch)]
+    return [m.tokens for m in run.micro_batches(lengths)]
 
 
 def host_link(device: torch.device) -> Link:

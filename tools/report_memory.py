@@ -37,7 +37,6 @@ from megatron_flex.data.global_batch import GlobalBatch
 from megatron_flex.data.microbatch import MicroBatch
 from megatron_flex.data.microbatches import CostCoefficients, cut_by_tokens
 from megatron_flex.data.mock import mixture_lengths
-from megatron_flex.loop.iteration import run_cut
 from megatron_flex.loop.questions import ABOUT, heaviest, read_run
 from megatron_flex.model.config import ModelConfig
 from megatron_flex.model.layers import Kind
@@ -168,7 +167,7 @@ def report(
     """The devices that hold a stage."""
     footprint = Footprint(config, exact=bitwise)
     program = build_program(config, plan, parts, devices, policy=schedule)
-    sliced = [0 if p.slices[0].whole else p.slices[0].tokens for p in parts]
+    sliced = [p.sliced for p in parts]
     rows = []
     for device in plan.devices:
         stages = [plan.stages[n] for n in plan.stages_of(device)]
@@ -233,9 +232,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         else:
             name, config, devices = "this run", run.parts.model, run.config.world_size
             lengths = heaviest(run.lengths(max(1, args.batches)))
-            array = np.asarray(lengths, dtype=np.int64)
-            batch = GlobalBatch(0, array, (int(array.sum()),))
-            parts = run_cut(run.config, run.coefficients).micro_batches(batch)
+            parts = run.micro_batches(lengths)
             plan = Plan.parse(args.plan) if args.plan else run.parts.plan
             plan.check(config.layers.num_units, devices)
             listed = beside(config, plan, compare=args.compare)

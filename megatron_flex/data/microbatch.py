@@ -58,6 +58,12 @@ class MicroBatch:
         return sum(s.tokens for s in self.slices)
 
     @property
+    def sliced(self) -> int:
+        """Tokens of its slice of a longer sample, which is its first; 0: all are whole."""
+        first = self.slices[0]
+        return 0 if first.whole else first.tokens
+
+    @property
     def squares(self) -> int:
         """Attention work in token pairs: for each slice, ``stop**2 - start**2``.
 

@@ -23,7 +23,7 @@ def bubble(measured: Sequence[Measured]) -> float:
 
 def cut_of(micro_batches: Sequence[MicroBatch]) -> tuple[dict[str, float], dict[str, str]]:
     """Numbers and log fields on how a batch was cut."""
-    pieces = [m.slices[0].sample for m in micro_batches if not m.slices[0].whole]
+    pieces = [m.slices[0].sample for m in micro_batches if m.sliced]
     samples = len(set(pieces))
     numbers = {
         "micro-batches": float(len(micro_batches)),

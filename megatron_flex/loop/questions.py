@@ -15,11 +15,13 @@ from megatron_flex.checkpoint.errors import CheckpointError
 from megatron_flex.config.config import GROUPS, Config, all_options
 from megatron_flex.config.derive import MODEL_FIELDS
 from megatron_flex.config.option import options
+from megatron_flex.data.microbatch import MicroBatch
 from megatron_flex.data.microbatches import CostCoefficients
 from megatron_flex.loop.assemble import Parts, assemble
-from megatron_flex.loop.iteration import cost_coefficients
+from megatron_flex.loop.iteration import cost_coefficients, run_cut
 from megatron_flex.loop.opening import data_lines, model_line, sizes
 from megatron_flex.loop.starting import source_arguments
+from megatron_flex.planner.ways import micro_batches
 
 ABOUT = (
     "Or give the flags of a training command as they stand (pretrain_gpt.py's), or --load DIRECTORY"
@@ -55,6 +57,10 @@ class Run:
             found.append(tuple(batch.lengths.tolist()))
             first += batch.size
         return found
+
+    def micro_batches(self, lengths: Sequence[int]) -> tuple[MicroBatch, ...]:
+        """Of samples of these lengths, as its flags cut them."""
+        return micro_batches(run_cut(self.config, self.coefficients), lengths)
 
     def lines(self) -> list[str]:
         """The model and the data in words, as the run would begin with."""

@@ -67,11 +67,10 @@ class Batch:
     @classmethod
     def of(cls, micro_batches: Sequence[MicroBatch], target: int = 0) -> Batch:
         """The numbers of given micro-batches."""
-        cut = [m.slices[0] for m in micro_batches]
         return cls(
             np.array([m.tokens for m in micro_batches], dtype=np.float64),
             np.array([m.squares for m in micro_batches], dtype=np.float64),
-            np.array([0 if s.whole else s.tokens for s in cut], dtype=np.float64),
+            np.array([m.sliced for m in micro_batches], dtype=np.float64),
             chains_of(micro_batches),
             target,
         )

@@ -203,7 +203,7 @@ def train(
             else:
                 program = fault(executor, program)
             broken = True
-        sliced = [0 if p.slices[0].whole else p.slices[0].tokens for p in parts]
+        sliced = [p.sliced for p in parts]
         inputs = StepInputs(
             partial(_read, config, parts, masked),
             batch.denominators,
