@@ -29,19 +29,29 @@ from megatron_flex.loop.divergence import DivergedError, Divergence
 from megatron_flex.loop.evaluation import evaluate
 from megatron_flex.loop.host_copies import HostCopies, forget_host_copies
 from megatron_flex.loop.iteration import Iterations, cost_coefficients
-from megatron_flex.loop.measures import MemoryMeasure, StallMeter, bubble, cut_of, memory_ratio
+from megatron_flex.loop.measures import (
+    MemoryMeasure,
+    StallMeter,
+    bubble,
+    cut_of,
+    lists_of,
+    memory_ratio,
+    times_of,
+)
 from megatron_flex.loop.memory import check_memory, memory_of_worker
 from megatron_flex.loop.open_plans import plans_change
 from megatron_flex.loop.opening import opening
 from megatron_flex.loop.outputs import check_outputs
 from megatron_flex.loop.plans import Choice
 from megatron_flex.loop.recording import Recording
+from megatron_flex.loop.setup import planner_setup
 from megatron_flex.loop.steps import Steps
 from megatron_flex.loop.stopping import Stopping
 from megatron_flex.loop.tracing import Tracing
 from megatron_flex.model.attention import check_attention
 from megatron_flex.model.config import loss_names
 from megatron_flex.planner.flops import iteration_flops
+from megatron_flex.planner.memory import total_parameters
 from megatron_flex.planner.plan import Plan, PlanError
 from megatron_flex.runtime.attempt import check_restartable, restart
 from megatron_flex.runtime.completion import Completion
@@ -55,7 +65,7 @@ from megatron_flex.telemetry.files import Expendable
 from megatron_flex.telemetry.memory import memory_in_use
 from megatron_flex.telemetry.profiler import Profiler
 from megatron_flex.telemetry.progress import ProgressLog
-from megatron_flex.telemetry.record import IterationRecord, ValidationRecord
+from megatron_flex.telemetry.record import IterationRecord, RunRecord, ValidationRecord
 from megatron_flex.telemetry.recorder import open_recorder
 from megatron_flex.telemetry.sink import TelemetryError
 from megatron_flex.telemetry.throughput import known_peak_flops
@@ -152,7 +162,13 @@ class Trainer:
             Executor(world, self.holdings, optimizer, self.copies.arena()),
             self.coefficients,
         )
-        self.trace = Tracing(config.flexpipe.flexpipe_trace, world, self.iterations, first)
+        self.trace = Tracing(
+            config.flexpipe.flexpipe_trace,
+            world,
+            self.iterations,
+            first,
+            config.flexpipe.flexpipe_trace_interval,
+        )
         self.stalls = StallMeter()
         self.memory = MemoryMeasure(config.flexpipe.memory_budget)
         self.switched = False
@@ -185,6 +201,8 @@ class Trainer:
             self.recorder.note(dump(config))
             for line in opening(config, parts, plan, self.progress, self.coefficients):
                 self._say(line)
+        if self.speaks and g.log_jsonl is not None:
+            self.recorder.run(self._about_run())
         for notice in (self.trace.notice, recording and recording.notice):
             if notice:
                 self._say(f" {notice}")
@@ -212,6 +230,19 @@ class Trainer:
         source = f"iteration {common['progress']['iteration']} in host memory"
         return self.checkpoints.resume(
             common, self.schedule, source, cost_coefficients(self.parts.model)
+        )
+
+    def _about_run(self) -> RunRecord:
+        """What stays the same, for the JSONL file."""
+        config, parts = self.config, self.parts
+        return RunRecord(
+            self.progress.iteration,
+            self.world.size,
+            config.training.train_iters,
+            total_parameters(parts.model),
+            config.flexpipe.memory_budget,
+            planner_setup(config, parts, self.world.size, self.coefficients).to_json(),
+            time=time.time(),
         )
 
     def run(self) -> None:
@@ -310,6 +341,7 @@ class Trainer:
         told, following = self.steps.next(
             self.progress.iteration, micro_batches, last=self._is_last()
         )
+        waited = time.perf_counter() - began
         number = self.progress.iteration
         self.recording(lambda to: to.add(number, current))
         result = self.iterations.train(
@@ -341,7 +373,9 @@ class Trainer:
         elapsed = time.perf_counter() - began
         ratio = memory_ratio(result.measured, self.iterations.room)
         self.steps.measured(self.progress.iteration - 1, elapsed, ratio)
+        switched = self.switched
         extra, notes = self._layout(current, result, elapsed)
+        extra |= {"predicted-program": told.seconds, "seconds-program": waited}
         cut_extra, cut_notes = cut_of(micro_batches)
         extra, notes = extra | cut_extra, notes | cut_notes
         params_norm = self._params_norm() if self.config.logging.log_params_norm else None
@@ -364,7 +398,9 @@ class Trainer:
                 memory=memory_in_use() if log_memory else {},
                 plan=str(current.plan),
                 extra=extra,
+                lists=lists_of(batch, result.measured),
                 notes=notes,
+                reason=current.reason if switched else "",
                 time=time.time(),
             )
         )
@@ -388,7 +424,11 @@ class Trainer:
         self, choice: Choice, result: StepResult, elapsed: float
     ) -> tuple[dict[str, float], dict[str, str]]:
         """Numbers and log fields on the layout of an iteration and the switch before it."""
-        extra = {"bubble": bubble(result.measured), **self.memory.add(result.measured)}
+        extra = {
+            "bubble": bubble(result.measured),
+            **times_of(result.measured),
+            **self.memory.add(result.measured),
+        }
         notes: dict[str, str] = {}
         if self.memory.over:
             notes["iterations over the memory budget"] = str(self.memory.over)

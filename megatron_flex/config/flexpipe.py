@@ -115,6 +115,9 @@ class FlexpipeOptions:
     """File for a trace of every instruction of every worker, in the Chrome trace format (Perfetto,
     chrome://tracing)."""
 
+    flexpipe_trace_interval: int = option(1, own=True, at_least=1)
+    """Trace the iterations whose number is a multiple of this."""
+
     @property
     def slice_tokens(self) -> int | None:
         """``flexpipe_slice_tokens`` as a number; ``None``: by cost."""

@@ -484,6 +484,7 @@ def _switching(config: Config) -> Problems:
                 read(path)
         except (OSError, ValueError) as error:
             yield f"{flag}: {error}"
+    yield from _without(config, "--flexpipe-trace", f.flexpipe_trace, ("flexpipe_trace_interval",))
     keeps = f.flexpipe_twin_snapshot is not None
     yield from _without(config, "--flexpipe-twin-snapshot", keeps, ("flexpipe_twin_timeout",))
     if keeps and not f.flexpipe_twin:

@@ -1,15 +1,23 @@
-"""What the devices' own figures say of an iteration: bubble, memory, and the stall of a switch."""
+"""What the devices' own figures say of an iteration: bubble, times, memory, stall of a switch."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from statistics import median
+from statistics import fmean, median
 
+import numpy as np
+
+from megatron_flex.data.global_batch import GlobalBatch
 from megatron_flex.data.microbatch import MicroBatch
 from megatron_flex.runtime.clock import Measured
 
+QUANTILES = (0, 10, 25, 50, 75, 90, 100)
+"""Percentiles of a batch's sample lengths that are recorded."""
+LISTED = 256
+"""Samples of the largest batch whose lengths are recorded one by one."""
 _KEPT = 50  # gaps without a switch that the usual gap is the median of
+_TOLD_APART = ("receive", "send", "reduce", "state", "update")
 
 
 def bubble(measured: Sequence[Measured]) -> float:
@@ -19,6 +27,42 @@ def bubble(measured: Sequence[Measured]) -> float:
         return 0.0
     elapsed = max(m.elapsed for m in working)
     return max(0.0, 1.0 - sum(m.busy for m in working) / (len(working) * elapsed))
+
+
+def times_of(measured: Sequence[Measured]) -> dict[str, float]:
+    """Where the time of an iteration went, in seconds: means over the devices that compute.
+
+    ``seconds-to-norm`` is the time from the beginning to the meeting at the global norm, the same
+    for all, and ``seconds-norm`` the wait for the last one there; ``seconds-update`` is of the
+    iteration before. ``seconds-balanced`` is what the computing would take if it were spread evenly
+    over all devices with nothing in between. What hosts of GPUs cannot tell is left out.
+    """
+    working = [m for m in measured if m.busy > 0.0]
+    if not working:
+        return {}
+    elapsed = max(m.elapsed for m in working)
+    found = {
+        "seconds-to-norm": elapsed,
+        "seconds-compute": fmean(m.busy for m in working),
+        "seconds-balanced": sum(m.busy for m in working) / len(measured),
+        "seconds-norm": fmean(elapsed - m.elapsed for m in working),
+    }
+    apart = {n: fmean(getattr(m, n) for m in working) for n in _TOLD_APART}
+    if any(apart.values()):
+        found |= {f"seconds-{name}": seconds for name, seconds in apart.items()}
+    return found
+
+
+def lists_of(batch: GlobalBatch, measured: Sequence[Measured]) -> dict[str, list[int]]:
+    """Figures of every sample and of every device, for the JSONL file."""
+    lengths = batch.lengths
+    found = {"length-quantiles": np.percentile(lengths, QUANTILES).round().astype(int).tolist()}
+    if len(lengths) <= LISTED:
+        found["lengths"] = lengths.tolist()
+    if any(m.memory > 0.0 for m in measured):
+        found["memory-by-worker"] = [round(m.memory) for m in measured]
+        found["memory-predicted-by-worker"] = [round(m.predicted) for m in measured]
+    return found
 
 
 def cut_of(micro_batches: Sequence[MicroBatch]) -> tuple[dict[str, float], dict[str, str]]:

@@ -20,9 +20,18 @@ class Tracing:
     """
 
     def __init__(
-        self, path: str | None, world: World, iterations: Iterations, start_iteration: int = 0
+        self,
+        path: str | None,
+        world: World,
+        iterations: Iterations,
+        start_iteration: int = 0,
+        interval: int = 1,
     ) -> None:
-        """Go on in the trace after ``start_iteration``; collective."""
+        """Go on in the trace after ``start_iteration``; collective.
+
+        ``interval``: multiples of it are traced.
+        """
+        self._interval = interval
         self._path = None if path is None else Path(path)
         self._world = world
         self._iterations = iterations
@@ -33,12 +42,19 @@ class Tracing:
             world.barrier()
         writer = None if path is None else TraceWriter(path, world.rank)
         self._writer = Expendable(writer, self._warn)
-        iterations.executor.clock.trace = path is not None
+        self._look_at(start_iteration + 1)
+
+    def _look_at(self, iteration: int) -> None:
+        """Have the iteration that runs next traced, if it is to be."""
+        wanted = iteration % self._interval == 0
+        self._iterations.executor.clock.trace = wanted and self._writer.writer is not None
 
     def add(self, iteration: int) -> None:
-        """Append the iteration that has just run."""
+        """Append the iteration that has just run, if it was to be traced."""
         clock = self._iterations.executor.clock
-        if not clock.trace:
+        traced = clock.trace
+        self._look_at(iteration + 1)
+        if not traced:
             return
         last = self._iterations.last
         assert last is not None
@@ -55,7 +71,6 @@ class Tracing:
         planned = dict(zip(computes(told.part.instructions), told.planned, strict=True))
         self._writer(lambda writer: writer.add(iteration, spans, about, planned))
         clock.spans.clear()
-        clock.trace = self._writer.writer is not None
 
     def close(self) -> None:
         """Join the parts of all workers; collective."""

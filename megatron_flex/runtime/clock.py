@@ -15,6 +15,13 @@ from megatron_flex.schedule.instructions import (
     UpdateOrSkip,
 )
 
+RECEIVE = ("RecvActivation", "RecvGradient")
+SEND = ("SendActivation", "SendGradient")
+REDUCE = ("ReduceGradient", "ScatterGradient", "SquaredNorm")
+UPDATE = ("UpdateOrSkip", "GatherParameters")
+STATE = ("SendState", "RecvState", "Recut", "SendPiece", "RecvPiece", "Drop")
+"""Kinds of instructions whose time is told apart in :class:`Measured`."""
+
 
 @dataclass(frozen=True)
 class Span:
@@ -39,6 +46,13 @@ class Measured:
         memory: peak bytes in use on the device, from the updates of the iteration before to the
             global norm of this one; 0 where nothing counts them.
         predicted: what ``memory`` was predicted to be; 0 without a prediction.
+        receive: waiting for activations and gradients of other stages: until they were made, and
+            until they were here. This and the following are 0 on CUDA, where the host's times say
+            nothing.
+        send: handing over activations and gradients.
+        reduce: starting gradient reductions, waiting for them, and the norms.
+        state: handling state that moves for a switch, and operations waiting for it.
+        update: optimizer updates of the iteration before (those of this one are yet to come).
     """
 
     gap: float
@@ -46,13 +60,19 @@ class Measured:
     elapsed: float
     memory: float = 0.0
     predicted: float = 0.0
+    receive: float = 0.0
+    send: float = 0.0
+    reduce: float = 0.0
+    state: float = 0.0
+    update: float = 0.0
 
 
 @dataclass
 class Clock:
     """Times of one worker. On CUDA host times say nothing, so compute is timed by events there.
 
-    ``ended``: when the last update was done, on the machine's monotonic clock.
+    ``ended``: when the last update was done, on the machine's monotonic clock, later by the time of
+    evaluations since. ``spans`` are of training only.
     """
 
     device: torch.device
@@ -66,10 +86,22 @@ class Clock:
     _state: float = 0.0  # operations waiting for state
     _events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = field(default_factory=list)
     _open: torch.cuda.Event | None = None
+    _spent: dict[str, float] = field(default_factory=dict)  # by kind of instruction
+    _updates: float = 0.0  # of the iteration before
+    _paused: float | None = None  # when evaluations after it began
 
-    def begin(self) -> None:
-        """An iteration begins."""
+    def begin(self, *, training: bool = True) -> None:
+        """An iteration begins, or an evaluation, whose time is no part of any gap."""
         self._began = time.perf_counter()
+        if training:
+            self._updates = self._sum(UPDATE)
+            self._spent.clear()
+            if self._paused is not None and self.ended is not None:
+                self.ended += self._began - self._paused
+            self._paused = None
+        else:
+            self._spent = {kind: self._spent.get(kind, 0.0) for kind in UPDATE}
+            self._paused = self._began if self._paused is None else self._paused
         self._first = None
         self._busy = self._input = self._state = 0.0
         self._events.clear()
@@ -94,11 +126,14 @@ class Clock:
                 self._open = None
             else:
                 self._busy += now - started
-        elif isinstance(instruction, UpdateOrSkip):
-            self.ended = now
-        elif isinstance(instruction, RecvActivation) and self._first is None:
-            self._input += now - started
-        if self.trace:
+        else:
+            kind = type(instruction).__name__
+            self._spent[kind] = self._spent.get(kind, 0.0) + now - started
+            if isinstance(instruction, UpdateOrSkip):
+                self.ended = now
+            elif isinstance(instruction, RecvActivation) and self._first is None:
+                self._input += now - started
+        if self.trace and self._paused is None:
             self.spans.append(Span(instruction, started, now))
 
     def waited(self, seconds: float) -> None:
@@ -115,6 +150,20 @@ class Clock:
         busy = self._busy + sum(a.elapsed_time(b) for a, b in self._events) / 1000.0
         ready = self.ready
         gap = 0.0 if ready is None or self.ended is None else max(0.0, ready - self.ended)
-        if self.device.type != "cuda":
-            busy -= self._state
-        return Measured(gap, busy, time.perf_counter() - self._began)
+        elapsed = time.perf_counter() - self._began
+        if self.device.type == "cuda":
+            return Measured(gap, busy, elapsed)
+        return Measured(
+            gap,
+            busy - self._state,
+            elapsed,
+            receive=self._sum(RECEIVE),
+            send=self._sum(SEND),
+            reduce=self._sum(REDUCE),
+            state=self._sum(STATE) + self._state,
+            update=self._updates,
+        )
+
+    def _sum(self, kinds: tuple[str, ...]) -> float:
+        """Seconds of the instructions of some kinds in this iteration."""
+        return sum(self._spent.get(kind, 0.0) for kind in kinds)

@@ -117,7 +117,7 @@ class Executor:
         )
         training = run.training
         clock = self.clock
-        clock.begin()
+        clock.begin(training=training)
         self.holdings.train(training)
         if training:
             self._place(part.plan.o_plan.optimizer)

@@ -12,6 +12,7 @@ import json
 import math
 import os
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from megatron_flex.telemetry.files import (
     try_file,
 )
 from megatron_flex.telemetry.interval import IntervalSummary
-from megatron_flex.telemetry.record import IterationRecord, ValidationRecord
+from megatron_flex.telemetry.record import IterationRecord, RunRecord, ValidationRecord
 
 FLAG = "--log-jsonl"
 _BEGIN = b'{"event": "'
@@ -33,8 +34,9 @@ _BEGIN = b'{"event": "'
 class JsonlSink:
     """Appends to a file of JSON lines.
 
-    Each object has ``event`` (``iteration``, ``validation`` or ``test``) and ``iteration``. Numbers
-    that are not finite are the strings ``NaN``, ``Infinity`` and ``-Infinity``.
+    Each object has ``event`` (``run``, ``iteration``, ``validation`` or ``test``) and
+    ``iteration``. Numbers that are not finite are the strings ``NaN``, ``Infinity`` and
+    ``-Infinity``.
 
     Attributes:
         notice: what became of an earlier run's lines, if there were any in the way.
@@ -50,6 +52,11 @@ class JsonlSink:
         with said(self._path, FLAG):
             self.notice = keep_until(self._path, start_iteration)
         self._file = GrowingFile(self._path, FLAG)
+
+    def run(self, record: RunRecord) -> None:
+        """Append the object that a run begins with."""
+        values = {"event": "run", **asdict(record)}
+        self._append({name: value for name, value in values.items() if value is not None})
 
     def iteration(self, record: IterationRecord) -> None:
         """Append one object."""
@@ -101,7 +108,9 @@ def iteration_object(record: IterationRecord) -> dict[str, Any]:
         "plan": record.plan or None,
         **record.memory,
         **record.extra,
+        **record.lists,
         "action": record.notes.get("action"),
+        "reason": record.reason or None,
         "time": record.time,
     }
     return {name: value for name, value in values.items() if value is not None}

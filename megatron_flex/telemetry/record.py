@@ -2,8 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """What stays the same for a run, told at its start.
+
+    Attributes:
+        iteration: iterations that were trained before; 0 unless it resumes.
+        workers: how many there are.
+        train_iters: the iteration that it trains up to.
+        parameters: of the model.
+        budget: bytes that a worker may use; ``None``: no budget was given.
+        setup: what the planner needs to make programs again
+            (:meth:`megatron_flex.planner.service.Setup.to_json`).
+        kind: ``training`` or ``simulation``.
+        time: seconds since the epoch.
+    """
+
+    iteration: int
+    workers: int
+    train_iters: int
+    parameters: int
+    budget: float | None
+    setup: Mapping[str, Any]
+    kind: str = "training"
+    time: float | None = None
 
 
 @dataclass(frozen=True)
@@ -31,7 +58,9 @@ class IterationRecord:
         memory: bytes or counts by name (``--log-memory-to-tensorboard``).
         plan: text form of the layout.
         extra: further numbers for JSONL and TensorBoard, by name.
+        lists: figures of every sample or worker for JSONL, by name.
         notes: further fields of the log line, by name; JSONL gets ``action``.
+        reason: where the layout is another than before, why, in words.
         time: seconds since the epoch at its end.
     """
 
@@ -54,7 +83,9 @@ class IterationRecord:
     memory: Mapping[str, float] = field(default_factory=dict)
     plan: str = ""
     extra: Mapping[str, float] = field(default_factory=dict)
+    lists: Mapping[str, Sequence[float]] = field(default_factory=dict)
     notes: Mapping[str, str] = field(default_factory=dict)
+    reason: str = ""
     time: float | None = None
 
 

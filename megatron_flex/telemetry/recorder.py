@@ -11,7 +11,7 @@ from megatron_flex.telemetry.files import Expendable
 from megatron_flex.telemetry.interval import Interval
 from megatron_flex.telemetry.jsonl import JsonlSink
 from megatron_flex.telemetry.log_file import LogFile
-from megatron_flex.telemetry.record import IterationRecord, ValidationRecord
+from megatron_flex.telemetry.record import IterationRecord, RunRecord, ValidationRecord
 from megatron_flex.telemetry.scalars import ScalarOptions
 from megatron_flex.telemetry.sink import Sink
 from megatron_flex.telemetry.summary import Summary
@@ -52,6 +52,11 @@ class Recorder:
         for sink in self._sinks:
             if isinstance(sink.writer, Summary):
                 yield from sink.writer.lines(config, saved)
+
+    def run(self, record: RunRecord) -> None:
+        """Record what stays the same, before the first iteration."""
+        for sink in self._sinks:
+            sink(lambda to: to.run(record) if isinstance(to, JsonlSink) else None)
 
     def iteration(self, record: IterationRecord) -> None:
         """Record one training iteration; call it once for each, in order."""

@@ -28,8 +28,11 @@ def test_a_resumed_run_has_each_iteration_once_in_all_its_files(tmp_path: Path) 
             assert job.wait() == [0] * size, job.output
     assert "--log-jsonl: 3 records of iterations after 2" in job.output
     expected = list(range(1, 8))
-    losses = {o["iteration"]: o["lm loss"] for o in read(tmp_path / "log.jsonl")}
-    assert [o["iteration"] for o in read(tmp_path / "log.jsonl")] == expected
+    lines = read(tmp_path / "log.jsonl")
+    order = [(o["event"], o["iteration"]) for o in lines]
+    assert order[:3] == [("run", 0), ("iteration", 1), ("iteration", 2)]
+    assert order[3:] == [("run", 2), *(("iteration", k) for k in range(3, 8))]
+    losses = {o["iteration"]: o["lm loss"] for o in lines if o["event"] == "iteration"}
     found = series(tmp_path / "board")
     assert [step for step, _ in found["lm loss"]] == expected
     assert [step for step, _ in found["lm loss vs samples"]] == [8 * k for k in expected]

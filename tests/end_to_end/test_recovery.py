@@ -385,7 +385,7 @@ def test_a_worker_killed_after_the_end_starts_nothing_anew(
         assert len(starts(job)) == 1, "something was trained again"
         assert "the run had ended when a worker died: nothing is left to do" in job.output
     lines = (tmp_path / "job" / "log.jsonl").read_text().splitlines()
-    assert [json.loads(line)["iteration"] for line in lines] == [1, 2, 3, 4]
+    assert [json.loads(line)["iteration"] for line in lines] == [0, 1, 2, 3, 4]  # 0: of the run
     if saves:
         assert latest(saved) == 4
         verify(saved)

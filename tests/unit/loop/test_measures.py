@@ -1,8 +1,18 @@
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
-from megatron_flex.loop.measures import MemoryMeasure, StallMeter, bubble, memory_ratio
+from megatron_flex.data.global_batch import GlobalBatch
+from megatron_flex.loop.measures import (
+    LISTED,
+    MemoryMeasure,
+    StallMeter,
+    bubble,
+    lists_of,
+    memory_ratio,
+    times_of,
+)
 from megatron_flex.runtime.clock import Measured
 
 
@@ -55,3 +65,45 @@ def test_what_plans_leave_room_for_is_no_error_of_the_prediction() -> None:
     assert memory_ratio((with_memory(110.0, 100.0),), room=15.0) == pytest.approx(1.0)
     assert memory_ratio((with_memory(110.0, 100.0),), room=4.0) == pytest.approx(1.06)
     assert memory_ratio((with_memory(90.0, 100.0),), room=15.0) == pytest.approx(0.9)
+
+
+def test_times_are_means_over_the_devices_that_compute() -> None:
+    measured = (
+        Measured(0.0, 3.0, 4.0, receive=0.5, send=0.1, reduce=0.2, state=0.0, update=0.3),
+        Measured(0.0, 1.0, 3.0, receive=1.5, send=0.3, reduce=0.0, state=0.4, update=0.1),
+        Measured(0.0, 0.0, 3.9),
+    )
+    found = times_of(measured)
+    assert found == pytest.approx(
+        {
+            "seconds-to-norm": 4.0,
+            "seconds-compute": 2.0,
+            "seconds-balanced": 4.0 / 3,
+            "seconds-norm": 0.5,
+            "seconds-receive": 1.0,
+            "seconds-send": 0.2,
+            "seconds-reduce": 0.1,
+            "seconds-state": 0.2,
+            "seconds-update": 0.2,
+        }
+    )
+
+
+def test_what_a_gpus_host_cannot_tell_is_left_out() -> None:
+    assert set(times_of((Measured(0.0, 1.0, 2.0),))) == {
+        "seconds-to-norm", "seconds-compute", "seconds-balanced", "seconds-norm"
+    }  # fmt: skip
+    assert times_of((Measured(0.0, 0.0, 2.0),)) == {}
+
+
+def test_lists_have_each_sample_and_each_device() -> None:
+    batch = GlobalBatch(0, np.array([30, 10, 20, 40, 50]), (150,))
+    found = lists_of(batch, (with_memory(5.4, 6.0), with_memory(0.0, 0.0)))
+    assert found == {
+        "length-quantiles": [10, 14, 20, 30, 40, 46, 50],
+        "lengths": [30, 10, 20, 40, 50],
+        "memory-by-worker": [5, 0],
+        "memory-predicted-by-worker": [6, 0],
+    }
+    large = GlobalBatch(0, np.full(LISTED + 1, 7), (1,))
+    assert lists_of(large, (Measured(0.0, 1.0, 1.0),)) == {"length-quantiles": [7] * 7}

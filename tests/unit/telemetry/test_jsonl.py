@@ -17,6 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_flex.telemetry.jsonl import JsonlSink, read
+from megatron_flex.telemetry.record import RunRecord
 from megatron_flex.telemetry.sink import TelemetryError
 from tests.unit import disk
 from tests.unit.telemetry.records import record, validation
@@ -66,6 +67,23 @@ def test_an_iteration_is_one_object(tmp_path: Path) -> None:
     }
     assert (valid["event"], valid["lm loss"], valid["samples"]) == ("validation", 2.0, 64)
     assert test["event"] == "test"
+
+
+def test_a_run_says_what_stays_the_same(tmp_path: Path) -> None:
+    path = tmp_path / "log.jsonl"
+    write(path, 1, 3)
+    sink = JsonlSink(path, 2)
+    sink.run(RunRecord(2, 4, 10, 1000, None, {"switch": "live"}))
+    sink.iteration(
+        record(3, lists={"lengths": [5, 7]}, reason="A: it fits", notes={"action": "① keep"})
+    )
+    sink.close()
+    about, last = read(path)[2:]
+    assert about == {
+        "event": "run", "iteration": 2, "workers": 4, "train_iters": 10, "parameters": 1000,
+        "setup": {"switch": "live"}, "kind": "training",
+    }  # fmt: skip
+    assert (last["lengths"], last["reason"], last["action"]) == ([5, 7], "A: it fits", "① keep")
 
 
 def test_numbers_that_are_not_finite_are_valid_json(tmp_path: Path) -> None:
