@@ -57,7 +57,8 @@ def run(
         command += ["--flexpipe-profile", profile]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     subprocess.run(command, check=True, env=environment, stdout=subprocess.DEVNULL)
-    return [json.loads(line) for line in log.read_text().splitlines()]
+    lines = map(json.loads, log.read_text().splitlines())
+    return [line for line in lines if line["event"] == "iteration"]
 
 
 def same_work(directory: Path) -> tuple[str, ...]:

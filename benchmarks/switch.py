@@ -142,7 +142,7 @@ def suspend_resume(arguments: argparse.Namespace, directory: Path) -> list[float
     ]  # fmt: skip
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     subprocess.run(command, check=True, env=environment, stdout=subprocess.DEVNULL)
-    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    lines = [o for o in map(json.loads, log.read_text().splitlines()) if o["event"] == "iteration"]
     return [b["time"] - b["elapsed"] - a["time"] for a, b in pairwise(lines)]
 
 
