@@ -9,6 +9,9 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+Offsets = npt.NDArray[np.int64]
+"""``[n, 2]``: first character of each token, and one after its last."""
+
 
 class TokenizerError(ValueError):
     """A tokenizer that cannot be made or used: the message names the file or flag."""
@@ -47,6 +50,12 @@ class Tokenizer(Protocol):
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a text; nothing is added at its ends."""
+
+    def encode_with_offsets(self, text: str) -> tuple[list[int], Offsets]:
+        """Token ids of a text and where in it each comes from.
+
+        Tokens that share a character have it all; those that no character stands for are empty.
+        """
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of token ids."""

@@ -11,7 +11,7 @@ import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 from megatron_flex.tokenizers import special_tokens
-from megatron_flex.tokenizers.base import TokenizerError, existing
+from megatron_flex.tokenizers.base import Offsets, TokenizerError, existing
 
 # Names under which published tokenizers have their special tokens; they count only where the files
 # beside ``tokenizer.json`` name none.
@@ -46,6 +46,11 @@ class _LibraryTokenizer:
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
         return ids
 
+    def encode_with_offsets(self, text: str) -> tuple[list[int], Offsets]:
+        """Token ids of a text and where in it each comes from."""
+        found = self._tokenizer.encode(text, add_special_tokens=False)
+        return found.ids, np.array(found.offsets, dtype=np.int64).reshape(-1, 2)
+
     def decode(self, ids: Sequence[int]) -> str:
         """The text of token ids, special tokens included."""
         text: str = self._tokenizer.decode(list(ids), skip_special_tokens=False)
@@ -78,6 +83,7 @@ class HuggingFaceTokenizer(_LibraryTokenizer):
         _switch_off_state(tokenizer)
         special = special_tokens.read(file.parent)
         special.add_to(tokenizer)
+        tokenizer.encode_special_tokens = special.split
         super().__init__(tokenizer)
         self.eod, self.pad, self.cls, self.sep, self.mask = (
             special.id_of(tokenizer, key, usual) for key, usual in _USUAL.items()

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
-from megatron_flex.tokenizers.base import TokenizerError
+import numpy as np
+
+from megatron_flex.tokenizers.base import Offsets, TokenizerError
 
 
 class NullTokenizer:
@@ -36,6 +39,11 @@ class NullTokenizer:
                 f"token ids from {min(ids)} to {max(ids)}, but --vocab-size allows 0 to {self.eod}"
             )
         return ids
+
+    def encode_with_offsets(self, text: str) -> tuple[list[int], Offsets]:
+        """Token ids of a text and where in it each comes from."""
+        places = [match.span() for match in re.finditer(r"\S+", text)]
+        return self.encode(text), np.array(places, dtype=np.int64).reshape(-1, 2)
 
     def decode(self, ids: Sequence[int]) -> str:
         """The ids, separated by blanks."""

@@ -29,11 +29,13 @@ class SpecialTokens:
         directory: where they lie, for messages.
         named: token by key such as ``eos_token``; ``None`` where a file says that there is none.
         added: ``added_tokens_decoder``: id and token, in the order of ids.
+        split: names of special tokens are not looked for in texts (``split_special_tokens``).
     """
 
     directory: Path
     named: Mapping[str, str | None]
     added: Sequence[tuple[int, tokenizers.AddedToken]]
+    split: bool = False
 
     def add_to(self, tokenizer: tokenizers.Tokenizer) -> None:
         """Give ``tokenizer`` the tokens of ``added_tokens_decoder`` that it lacks.
@@ -98,6 +100,7 @@ def read(directory: Path) -> SpecialTokens:
     """
     named: dict[str, str | None] = {}
     added: list[tuple[int, tokenizers.AddedToken]] = []
+    split = False
     for path in (directory / name for name in _FILES):
         if not path.is_file():
             continue
@@ -107,12 +110,13 @@ def read(directory: Path) -> SpecialTokens:
                 if key.endswith("_token") and (value is None or isinstance(value, str | dict)):
                     named[key] = value["content"] if isinstance(value, dict) else value
             if path.name == _FILES[1]:
+                split = content.get("split_special_tokens") is True
                 added = [
                     _added(*item) for item in (content.get("added_tokens_decoder") or {}).items()
                 ]
         except (ValueError, KeyError, AttributeError, TypeError, OSError) as error:
             raise TokenizerError(f"{path} cannot be read: {error!r}") from error
-    return SpecialTokens(directory, named, sorted(added, key=lambda item: item[0]))
+    return SpecialTokens(directory, named, sorted(added, key=lambda item: item[0]), split)
 
 
 def _added(number: str, fields: dict[str, Any]) -> tuple[int, tokenizers.AddedToken]:

@@ -6,6 +6,7 @@ arguments name the tokenizer there.
 
 from __future__ import annotations
 
+import json
 import secrets
 import shutil
 from argparse import Namespace
@@ -17,11 +18,22 @@ from megatron_flex.checkpoint import layout
 from megatron_flex.checkpoint.conversion.hugging_face.files import read_json
 from megatron_flex.tokenizers.base import Tokenizer, TokenizerError
 from megatron_flex.tokenizers.build import build_tokenizer
+from megatron_flex.tokenizers.export import NotConvertible, hugging_face_files
+from megatron_flex.tokenizers.sentence_piece import (
+    GPTSentencePieceTokenizer,
+    SentencePieceTokenizer,
+)
 
 CONFIG = "config.json"
 FOLDER = "hugging_face"
+TOKENIZER_CONFIG = "tokenizer_config.json"
+CHAT_TEMPLATE = "chat_template.jinja"
 
 _CARRIED = (".json", ".txt", ".model", ".jinja", ".tiktoken")
+NOT_QWEN = (
+    "transformers' AutoTokenizer takes the tokenizer of any qwen2 for Qwen's own: load this one"
+    " with transformers.PreTrainedTokenizerFast"
+)
 PATHS = ("tokenizer_model", "vocab_file", "merge_file")
 """Arguments that name a file."""
 
@@ -99,7 +111,7 @@ def tokenizer_arguments(directory: Path, rows: int) -> tuple[dict[str, Any], str
     ]
     if not kinds:
         return {}, "there are no tokenizer files: the checkpoint has the NullTokenizer"
-    kind, described = kinds[0], directory / "tokenizer_config.json"
+    kind, described = kinds[0], directory / TOKENIZER_CONFIG
     if kind == "BertWordPieceLowerCase" and described.is_file():
         kind = kind if read_json(described).get("do_lower_case", True) else "BertWordPieceCase"
     files = _FILES[kind]
@@ -116,20 +128,40 @@ def tokenizer_arguments(directory: Path, rows: int) -> tuple[dict[str, Any], str
     return {"tokenizer_type": kind, **paths, "vocab_extra_ids": rows - size}, ""
 
 
-def tokenizer_files(arguments: Namespace) -> dict[str, Path]:
-    """Files of the tokenizer that a checkpoint was trained with, by their names in a directory."""
+def tokenizer_files(arguments: Namespace) -> tuple[dict[str, bytes], str]:
+    """Files of the tokenizer that a checkpoint was trained with, by their names in a directory.
+
+    A SentencePiece model gets those beside it from which transformers makes the same ids. Also
+    returns a sentence if there are none, or an empty one.
+    """
     found: dict[str, Path] = {}
     for argument, file in _FILES.get(getattr(arguments, "tokenizer_type", ""), {}).items():
         path = Path(getattr(arguments, argument, None) or "")
         if path.is_dir():
             path = path / file
         if not path.is_file():
-            return {}
+            return {}, ""
         found[file] = path
-        for name in ("tokenizer_config.json", "special_tokens_map.json"):
+        for name in (TOKENIZER_CONFIG, "special_tokens_map.json", CHAT_TEMPLATE):
             if (path.parent / name).is_file():
                 found[name] = path.parent / name
-    return found
+    contents = {name: path.read_bytes() for name, path in found.items()}
+    if "tokenizer.model" not in contents:
+        return contents, ""
+    tokenizer = _built(vars(arguments))
+    assert isinstance(tokenizer, SentencePieceTokenizer | GPTSentencePieceTokenizer)
+    contents.pop("special_tokens_map.json", None)
+    try:
+        made = hugging_face_files(tokenizer)
+    except NotConvertible as reason:
+        return contents, (
+            f"transformers makes other ids of {found['tokenizer.model']}, since {reason}: encode"
+            " texts with SentencePiece itself"
+        )
+    if TOKENIZER_CONFIG in found:  # what is said of ids follows from the model
+        config = {**read_json(found[TOKENIZER_CONFIG]), **json.loads(made[TOKENIZER_CONFIG])}
+        made[TOKENIZER_CONFIG] = json.dumps(config, indent=2, ensure_ascii=False).encode() + b"\n"
+    return contents | made, ""
 
 
 def end_token(arguments: Namespace) -> int | None:

@@ -209,6 +209,7 @@ def write_hugging_face(
     source: Path | None = None,
     dtype: str | None = None,
     max_shard_size: int = MAX_SHARD_SIZE,
+    say: Callable[[str], object] = print,
 ) -> Path:
     """Write a directory that transformers loads, all or nothing.
 
@@ -221,6 +222,7 @@ def write_hugging_face(
             companions of the weights.
         dtype: ``float32``, ``bfloat16`` or ``float16``; ``None`` keeps the precision.
         max_shard_size: bytes.
+        say: gets a sentence about a tokenizer that transformers cannot have.
     """
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise CheckpointError(f"{directory} is not empty: give another --save-dir, or remove it")
@@ -260,8 +262,13 @@ def write_hugging_face(
         if source is not None:
             companions.copy(companions.companions_in(source), temporary)
         else:
-            for name, path in companions.tokenizer_files(weights.arguments).items():
-                layout.write_synced(temporary / name, path.read_bytes())
+            files, remark = companions.tokenizer_files(weights.arguments)
+            if family.model_type == "qwen2" and companions.TOKENIZER_CONFIG in files:
+                remark = remark or companions.NOT_QWEN
+            if remark:
+                say(remark)
+            for name, content in files.items():
+                layout.write_synced(temporary / name, content)
         layout.write_synced(temporary / companions.CONFIG, (text + "\n").encode())
         layout.sync_directory(temporary)
         os.rename(temporary, directory)
