@@ -19,7 +19,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "megatron_flex"
-PURE_ROOMS = ("planner", "schedule", "cluster")
+PURE_ROOMS = ("planner", "schedule", "cluster", "simulator")
 VALUES = (
     "megatron_flex.data.microbatch",
     "megatron_flex.model.config",

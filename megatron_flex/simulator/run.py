@@ -1,0 +1,309 @@
+"""One configuration over many iterations: a record of each, and where to go on from.
+
+Nothing depends on clocks or on chance: the same arguments give the same records.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from megatron_flex.data.cut import Cut
+from megatron_flex.planner.build import Batch
+from megatron_flex.planner.candidates import Finder
+from megatron_flex.planner.decision import Decision
+from megatron_flex.planner.hbsa import Hbsa, PeakFit
+from megatron_flex.planner.lookahead import Lookahead
+from megatron_flex.planner.optimise import optimised
+from megatron_flex.planner.pace import LEAST, MOST, PART, START
+from megatron_flex.planner.plan import Plan, PlanError
+from megatron_flex.planner.planner import Planner
+from megatron_flex.planner.plans import groups_of
+from megatron_flex.planner.pool import Pool, Record
+from megatron_flex.planner.pricing import Pricer
+from megatron_flex.planner.simulation import Prediction
+from megatron_flex.planner.switching import Running
+from megatron_flex.planner.ways import batch_of, ways
+from megatron_flex.simulator.changes import stall_seconds
+from megatron_flex.simulator.presets import PLANNED, STATIC, Planned, Static
+from megatron_flex.simulator.records import record_of
+from megatron_flex.simulator.setting import Setting, outcome
+from megatron_flex.simulator.sources import Lengths, Source, extremes
+from megatron_flex.simulator.static import Tuned, tune
+
+FIRST = 50
+"""Simulations of the first decision of a run, which no iteration waits for."""
+EXTREMES = 4
+"""Batches with the longest samples, and with most tokens, that a static plan must fit."""
+PAPER_MEMORY = 80e9
+PAPER_PEAKS = {
+    (96, 1024): PeakFit(113e9, 0.059e9),
+    (16, 4096): PeakFit(143e9, 0.083e9),
+}
+"""The paper's totals of memory (its table 2) as lines in the longest sample, by layers and hidden
+size: BERT96 and GPT-3.35B."""
+
+
+@dataclass(frozen=True)
+class Span:
+    """What is simulated of a source.
+
+    Attributes:
+        iterations: in all.
+        tuning: batches, evenly spread over them, that static plans are tuned over.
+        simulations: of a decision; ``None``: as many as fit into 30 % of an iteration at the rate
+            that a run assumes before it has measured any.
+        programs: decisions look at the very programs, as in training; else at placements.
+    """
+
+    source: Source
+    iterations: int
+    tuning: int = 16
+    simulations: int | None = None
+    programs: bool = False
+
+    @property
+    def sample(self) -> list[Lengths]:
+        """Batches to tune over."""
+        number = min(self.tuning, self.iterations)
+        return [self.source.batch(k * self.iterations // number) for k in range(number)]
+
+    @property
+    def worst(self) -> list[Lengths]:
+        """Batches that need most memory."""
+        longest = extremes(self.source, self.iterations, max, EXTREMES)
+        fullest = extremes(self.source, self.iterations, sum, EXTREMES)
+        return [self.source.batch(k) for k in dict.fromkeys((*longest, *fullest))]
+
+
+class Simulation(Protocol):
+    """Iterations one after the other."""
+
+    @property
+    def about(self) -> str:
+        """What it has settled on before the first iteration, in words."""
+
+    def step(self, number: int) -> dict[str, Any]:
+        """The record of iteration ``number``, from 0, after the ones before it."""
+
+    def state(self) -> dict[str, Any]:
+        """What :meth:`restore` goes on from; JSON can hold it."""
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on as after :meth:`state`."""
+
+
+def open_simulation(
+    name: str, setting: Setting, span: Span, progress: Callable[[], object] = lambda: None
+) -> Simulation:
+    """The simulation of a configuration by name.
+
+    Raises:
+        ValueError: there is no such configuration, or nothing fits.
+    """
+    if name in STATIC:
+        return StaticRun(setting, span, STATIC[name], progress)
+    if name in PLANNED:
+        return PlannedRun(setting, span, PLANNED[name], progress)
+    raise ValueError(
+        f"no configuration is named '{name}'; there are {', '.join((*PLANNED, *STATIC))}"
+    )
+
+
+class StaticRun:
+    """A plan that stays."""
+
+    def __init__(
+        self, setting: Setting, span: Span, preset: Static, progress: Callable[[], object]
+    ) -> None:
+        self._setting = setting
+        self._span = span
+        self.tuned = tuned(setting, span, preset, progress)
+
+    @property
+    def about(self) -> str:
+        """See :class:`Simulation`."""
+        return str(self.tuned)
+
+    def step(self, number: int) -> dict[str, Any]:
+        """See :class:`Simulation`."""
+        lengths = self._span.source.batch(number)
+        ran = self.tuned.run(lengths)
+        costs = self.tuned.runner.costs
+        swap = swap_seconds(Pricer(costs, ran.batch), ran.plan)
+        record = record_of(
+            self._setting, number, lengths, ran.plan, ran.batch, ran.prediction, swap=swap
+        )
+        if ran.rescued:
+            record["action"] = "more is recomputed"
+        return record
+
+    def state(self) -> dict[str, Any]:
+        """See :class:`Simulation`."""
+        return {}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """See :class:`Simulation`."""
+
+
+def tuned(
+    setting: Setting, span: Span, preset: Static, progress: Callable[[], object] = lambda: None
+) -> Tuned:
+    """The best static plan of a preset for a span of batches."""
+    sample = span.sample
+    return tune(preset.runners(setting, sample), sample, span.worst, progress)
+
+
+class PlannedRun:
+    """A planner decides before every iteration, with what it knows of the ones before."""
+
+    def __init__(
+        self, setting: Setting, span: Span, preset: Planned, progress: Callable[[], object]
+    ) -> None:
+        self._setting = setting
+        self._span = span
+        self._preset = preset
+        options = {"schedule": "auto", "exact_memory": span.programs, **preset.options}
+        self._planner: Planner = setting.planner(**options)
+        sliced = preset.sliced and setting.config.architecture == "gpt"
+        self._cut = Cut(preset.tokens, by_cost=preset.tokens is None, sliced=sliced,
+                        cost=setting.cost)  # fmt: skip
+        self._finders: dict[int, Finder] = {}
+        self._running: Running | None = None
+        self._plan = ""
+        self._pool = Pool.empty()
+        chosen = self._planner.options
+        self._hbsa = Hbsa(self._planner, *self._totals)
+        self._lookahead: Lookahead | None = None
+        if chosen.planner == "lookahead":
+            self._lookahead = Lookahead(self._planner, self._static(progress), self._hbsa)
+
+    @property
+    def _totals(self) -> tuple[PeakFit | None, float | None]:
+        """The paper's memory, where it gives one."""
+        config = self._setting.config
+        fit = PAPER_PEAKS.get((config.num_layers, config.hidden_size))
+        return (fit, PAPER_MEMORY) if self._preset.paper and fit else (None, None)
+
+    def _static(self, progress: Callable[[], object]) -> Plan:
+        """The plan that windows end with."""
+        if self._preset.tuned and self._preset.sliced:
+            return Plan(
+                tuned(self._setting, self._span, STATIC["static-slices"], progress).plan.stages
+            )
+        window = [self._ways(k) for k in range(self._planner.options.lookahead)]
+        return self._planner.best_static(window)
+
+    @property
+    def about(self) -> str:
+        """See :class:`Simulation`."""
+        return "" if self._lookahead is None else f"windows end with {self._lookahead.static}"
+
+    def _ways(self, number: int) -> list[Batch]:
+        return ways(self._cut, self._span.source.batch(number), self._setting.devices)
+
+    def _finder(self, number: int) -> Finder:
+        """That of an iteration, kept while windows hold it."""
+        if number not in self._finders:
+            self._finders[number] = self._planner.finder(self._ways(number))
+        return self._finders[number]
+
+    def step(self, number: int) -> dict[str, Any]:
+        """See :class:`Simulation`."""
+        lengths = self._span.source.batch(number)
+        decision = self._decide(number, lengths)
+        batch = self._finder(number).pricers[decision.micro_batching].batch
+        pricer = self._finder(number).pricers[decision.micro_batching]
+        prediction, besides = self._outcome(decision, pricer)
+        stall = 0.0
+        if self._running is not None:
+            stall = stall_seconds(
+                self._planner.units, self._running, decision.plan, self._preset.switch
+            )
+        record = record_of(
+            self._setting, number, lengths, decision.plan, batch, prediction,
+            swap=besides, stall=stall, decision=decision, switched=self._switched(decision.plan),
+        )  # fmt: skip
+        self._finders.pop(number)
+        self._go_on(decision.plan, batch, lengths, record["predicted"])
+        return record
+
+    def _switched(self, plan: Plan) -> bool:
+        return self._running is not None and self._running.plan.stages != plan.stages
+
+    def _decide(self, number: int, lengths: Lengths) -> Decision:
+        if self._lookahead is None:
+            batch = self._finder(number).pricers[0].batch
+            return self._hbsa.decide(batch, self._running, float(max(lengths)))
+        window = range(number, number + self._planner.options.lookahead)
+        finders = [self._finder(k) for k in window]
+        decision, self._pool = self._lookahead.decide_among(
+            finders, self._running, self._pool, self._count()
+        )
+        return decision
+
+    def _count(self) -> int:
+        """Simulations of the decision."""
+        if self._running is None:
+            return FIRST
+        if self._span.simulations is not None:
+            return self._span.simulations
+        return round(min(max(PART * self._running.seconds * START, LEAST), MOST))
+
+    def _outcome(self, decision: Decision, pricer: Pricer) -> tuple[Prediction, float]:
+        """What the iteration takes, and seconds besides: waits for the host."""
+        plan, batch = decision.plan, pricer.batch
+        if self._span.programs:
+            prediction: Prediction | None = self._planner.maker.keep(plan, batch).prediction
+        else:
+            prediction = outcome(self._planner.units, plan, batch)
+        if prediction is None:
+            raise PlanError(f"the state of '{plan}' does not fit a device")
+        if self._hbsa.peak is not None and self._lookahead is None:
+            own = decision.predicted  # in totals, no single units
+            return prediction, own.recompute_seconds + own.swap_seconds
+        return prediction, swap_seconds(pricer, plan)
+
+    def _go_on(self, plan: Plan, batch: Batch, lengths: Lengths, seconds: float) -> None:
+        peak = self._hbsa.peak
+        if peak is not None and self._lookahead is None:
+            free = max(0.0, PAPER_MEMORY - peak(float(max(lengths))) / len(plan.stages))
+            self._running = Running(plan, seconds, (free,) * self._setting.cluster.world_size)
+        else:
+            self._running = self._planner.running(plan, batch)
+        self._plan = str(plan)
+
+    def state(self) -> dict[str, Any]:
+        """See :class:`Simulation`."""
+        assert self._running is not None
+        records = [
+            [str(plan), way, record.loss, record.useful]
+            for (plan, way), record in self._pool.records.items()
+        ]
+        return {
+            "plan": self._plan,
+            "seconds": self._running.seconds,
+            "pool": records,
+            "batches": self._pool.batches,
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """See :class:`Simulation`; ``state["iteration"]`` iterations are over."""
+        records = {
+            (Plan.parse(plan), way): Record(loss, useful)
+            for plan, way, loss, useful in state["pool"]
+        }
+        self._pool = Pool(records, state["batches"])
+        lengths = self._span.source.batch(state["iteration"] - 1)
+        plan = Plan.parse(state["plan"])
+        self._go_on(plan, batch_of(self._cut, lengths, plan.cut), lengths, state["seconds"])
+
+
+def swap_seconds(pricer: Pricer, plan: Plan) -> float:
+    """Seconds that a plan waits for the host."""
+    if not (plan.o_plan.optimizer or plan.o_plan.activations):
+        return 0.0
+    tables = pricer.problem_of(plan).tables
+    groups = groups_of(tables, plan)
+    return max(optimised(tables, group, plan.o_plan).swap_seconds for group in groups)

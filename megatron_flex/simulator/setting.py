@@ -1,0 +1,98 @@
+"""What is simulated: a model on a described cluster, and what an iteration takes there."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from megatron_flex.cluster.cluster import Cluster
+from megatron_flex.cluster.profile import Profile
+from megatron_flex.data.microbatches import CostCoefficients
+from megatron_flex.model.config import ModelConfig
+from megatron_flex.planner.build import Batch, ModelCosts
+from megatron_flex.planner.flops import model_work, total_work
+from megatron_flex.planner.options import PlannerOptions
+from megatron_flex.planner.plan import Plan
+from megatron_flex.planner.planner import Planner
+from megatron_flex.planner.simulation import Prediction, op_costs, place_plan, static_bytes
+from megatron_flex.schedule.costs import OpCosts
+from megatron_flex.schedule.timeline import timeline
+
+
+@dataclass(frozen=True, eq=False)
+class Setting:
+    """A model on a cluster.
+
+    Attributes:
+        profile: what its units cost on the cluster's devices.
+        base: options that hold for every configuration: budget, sharded optimizer state.
+    """
+
+    config: ModelConfig
+    cluster: Cluster
+    profile: Profile
+    base: PlannerOptions = field(default_factory=PlannerOptions)
+    _planners: dict[PlannerOptions, Planner] = field(default_factory=dict, init=False, repr=False)
+
+    def planner(self, **choices: object) -> Planner:
+        """The planner with these options; the same one for the same options."""
+        options = replace(self.base, **choices)  # type: ignore[arg-type]
+        if options not in self._planners:
+            self._planners[options] = Planner(self.config, self.profile, self.cluster, options)
+        return self._planners[options]
+
+    @property
+    def devices(self) -> int:
+        """Number of devices."""
+        return self.cluster.world_size
+
+    @property
+    def budget(self) -> float:
+        """Bytes of a device."""
+        return self.planner().units.budget
+
+    @property
+    def cost(self) -> CostCoefficients:
+        """What samples cost, as a run cuts its batches by."""
+        work = total_work(model_work(self.config))
+        return CostCoefficients(1.0, work.quadratic / work.linear)
+
+    def balance(self, lengths: Sequence[int]) -> float:
+        """Seconds of perfect balance: all work, without fixed costs, divided by all devices."""
+        units = self.planner().units
+        _, token, pair = (units.forward + units.backward).sum(axis=1)
+        tokens = np.asarray(lengths, dtype=np.float64)
+        return float((token * tokens + pair * tokens**2).sum()) / self.devices
+
+
+def outcome(
+    costs: ModelCosts,
+    plan: Plan,
+    batch: Batch,
+    *,
+    op: OpCosts | None = None,
+    stop: float = math.inf,
+) -> Prediction | None:
+    """One iteration of a plan as its schedule runs it; ``None`` if not below ``stop`` seconds.
+
+    Also where it does not fit. As :func:`megatron_flex.planner.simulation.predict`, with costs of
+    operations that may be given.
+    """
+    fixed = static_bytes(costs, plan, batch)
+    if min(costs.budget - fixed[d] for d in plan.devices) < 0:
+        return None
+    op = op_costs(costs, plan, batch) if op is None else op
+    placed = place_plan(costs, plan, batch, op=op, stop=stop, fixed=fixed)
+    if placed is None:
+        return None
+    line = timeline(placed.placement, costs.layers)
+    if line.makespan >= stop:
+        return None
+    peaks = tuple(
+        fixed[d] + (line.peak[d] if d < len(line.peak) else 0.0)
+        for d in range(costs.cluster.world_size)
+    )
+    return Prediction(line.makespan, peaks, line, placed.schedule)

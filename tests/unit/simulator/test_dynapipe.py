@@ -1,0 +1,71 @@
+"""DynaPipe's dynamic programming against all ways of cutting, where there are few."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_flex.data.errors import DataError
+from megatron_flex.simulator import dynapipe
+from megatron_flex.simulator.dynapipe import StageTime, micro_batches
+from megatron_flex.simulator.padding import Padded
+
+SECONDS = StageTime(50.0, 1.0, 0.002)
+
+
+def _score(parts: tuple[Padded, ...], seconds: StageTime, stages: int, replicas: int) -> float:
+    times = [seconds.fixed + seconds.token * p.tokens + seconds.pair * p.squares for p in parts]
+    return (stages - 1) * max(times) + sum(times) / replicas
+
+
+def _best(lengths: list[int], seconds: StageTime, stages: int, replicas: int, most: float) -> float:
+    ascending, best = sorted(lengths), math.inf
+    inner = range(1, len(ascending))
+    for number in range(len(ascending)):
+        for cuts in itertools.combinations(inner, number):
+            edges = (0, *cuts, len(ascending))
+            parts = tuple(Padded(b - a, ascending[b - 1]) for a, b in itertools.pairwise(edges))
+            if all(p.tokens <= most for p in parts):
+                best = min(best, _score(parts, seconds, stages, replicas))
+    return best
+
+
+@given(
+    st.lists(st.integers(1, 3000), min_size=1, max_size=8),
+    st.integers(1, 8), st.integers(1, 4), st.floats(0.0, 500.0), st.floats(0.0, 0.01),
+    st.one_of(st.just(math.inf), st.integers(3000, 9000).map(float)),
+)  # fmt: skip
+def test_it_is_the_best_of_all_cuts(
+    lengths: list[int], stages: int, replicas: int, fixed: float, pair: float, most: float
+) -> None:
+    seconds = StageTime(fixed, 1.0, pair)
+    found = micro_batches(lengths, seconds, stages=stages, replicas=replicas, most_tokens=most)
+    assert sum(p.count for p in found) == len(lengths)
+    assert all(p.tokens <= most for p in found)
+    best = _best(lengths, seconds, stages, replicas, most)
+    assert _score(found, seconds, stages, replicas) == pytest.approx(best, rel=1e-9)
+
+
+def test_a_grid_of_bounds_loses_little(monkeypatch: pytest.MonkeyPatch) -> None:
+    draw = np.random.default_rng(7)
+    lengths = draw.lognormal(5.5, 0.9, 60).astype(int).clip(1).tolist()
+    few = micro_batches(lengths, SECONDS, stages=8, replicas=2)
+    monkeypatch.setattr(dynapipe, "BOUNDS", 10**6)
+    every = micro_batches(lengths, SECONDS, stages=8, replicas=2)
+    exact = _score(every, SECONDS, 8, 2)
+    assert exact <= _score(few, SECONDS, 8, 2) <= 1.05 * exact
+
+
+def test_what_does_not_fit_is_said() -> None:
+    with pytest.raises(DataError, match="3000 tokens does not fit: at most 2999 do"):
+        micro_batches([10, 3000], SECONDS, stages=2, replicas=1, most_tokens=2999)
+
+
+def test_long_samples_are_alone_and_short_ones_together() -> None:
+    parts = micro_batches([4000, 20, 25, 30, 22], SECONDS, stages=4, replicas=1)
+    assert parts == (Padded(4, 30), Padded(1, 4000))

@@ -1,0 +1,74 @@
+"""tools/simulate.py: files and tables from the command line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megatron_flex.simulator.presets import CONFIGURATIONS
+from megatron_flex.telemetry.jsonl import read
+from tools import simulate
+
+SMALL = "--cluster a100x4 --global-batch-size 4 --tuning-batches 1 --simulations 1".split()
+
+
+def test_it_says_what_there_is(capsys: pytest.CaptureFixture[str]) -> None:
+    assert simulate.main(["--list"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == list(CONFIGURATIONS)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--configurations flexpipes", "no configuration is named flexpipes; --list says"),
+        ("--iterations 0", "must be at least 1"),
+        ("--simulations few", "--simulations few: expected a number, or auto"),
+        ("--cluster nowhere", "no cluster 'nowhere'"),
+        ("--lengths-file nothing.csv", "nothing.csv cannot be read"),
+        ("--long-share 2", "between 0 and 1, not 2.0"),
+    ],
+)
+def test_wrong_words_are_one_message(
+    words: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert simulate.main(words.split()) == 1
+    said = capsys.readouterr().err
+    assert message in said
+    assert said.count("\n") == 1
+
+
+def test_files_are_the_same_again_and_go_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    names = ["packed-1f1b", "flexpipe-untuned"]
+    words = [*SMALL, "--iterations", "3", "--configurations", *names, "--jobs", "2", "--output"]
+    assert simulate.main([*words, str(tmp_path / "a")]) == 0
+    shown = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in shown] == ["configuration", *names]
+    for name in names:
+        records = read(tmp_path / "a" / f"{name}.jsonl")
+        assert [r["event"] for r in records] == ["simulation"] + 3 * ["iteration"]
+        assert records[0]["configuration"] == name
+    assert simulate.main([*words, str(tmp_path / "a")]) == 0  # nothing is left to do
+    assert capsys.readouterr().out.splitlines() == shown
+    assert simulate.main([*words, str(tmp_path / "a"), "--seed", "7"]) == 1
+    assert "same arguments" in capsys.readouterr().err
+
+
+def test_what_cannot_be_is_said_beside_what_can(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--iterations", "1", "--configurations", "packed-1f1b", "--memory-budget-gb", "2"]
+    assert simulate.main([*SMALL, *words]) == 1
+    assert "packed-1f1b: no even layout fits all batches" in capsys.readouterr().err
+
+
+def test_lengths_of_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "lengths.csv").write_text("length\n" + "500\n" * 8)
+    words = ["--lengths-file", str(tmp_path / "lengths.csv"), "--output", str(tmp_path / "out")]
+    chosen = ["--iterations", "1", "--configurations", "megatron-pad"]
+    assert simulate.main([*SMALL, *words, *chosen]) == 0
+    lines = (tmp_path / "out" / "megatron-pad.jsonl").read_text().splitlines()
+    record = json.loads(lines[1])
+    assert (record["tokens"], record["padding"], record["longest"]) == (2000, 0, 500)

@@ -1,0 +1,285 @@
+#!/usr/bin/env python3
+"""Simulate training on a cluster that is only described, for FlexPipe and for what it replaces.
+
+    python tools/simulate.py --model gpt-3.35b --cluster a100x16 --iterations 100
+    python tools/simulate.py --configurations flexpipe packed-1f1b dynapipe --jobs 2 --output runs
+    python tools/simulate.py --list
+
+Every iteration is planned by the real planner and takes what its schedule takes on the described
+devices and links, with messages, reductions, updates, memory and switches. Batches are drawn from
+the published FLANv2 length statistics (``--long-share``: some of the samples are long); from the
+lengths of a data set (``--data-path`` of a .bin/.idx, its documents in training's order);
+or from a file (``--lengths-file``: one length a line, or a CSV with a column ``length``).
+
+Baselines are tuned first, as their users would: every even layout, schedule and size of
+micro-batch that they may have, over a sample of the run's own batches. With ``--output DIR``
+each configuration writes DIR/NAME.jsonl, a line an iteration with the trainer's field names
+(docs/logging.md); the same command goes on where it was interrupted. The same arguments give the
+same bytes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+if str(ROOT) not in sys.path:
+    sys.path.insert(0, str(ROOT))
+
+from megatron_flex.cluster.cluster import ClusterError, load
+from megatron_flex.cluster.profile import Profile, ProfileError
+from megatron_flex.data.bar import progress_bar
+from megatron_flex.data.errors import DataError
+from megatron_flex.data.mock import LONGEST
+from megatron_flex.planner.closed_form import closed_form_profile
+from megatron_flex.planner.decision import Infeasible
+from megatron_flex.planner.options import PlannerOptions
+from megatron_flex.planner.plan import PlanError
+from megatron_flex.planner.presets import MODELS, model
+from megatron_flex.simulator.files import EVERY, SimulationFile
+from megatron_flex.simulator.presets import CONFIGURATIONS, PLANNED, STATIC
+from megatron_flex.simulator.run import Span, open_simulation
+from megatron_flex.simulator.setting import Setting
+from megatron_flex.simulator.sources import Listed, Mixture, Source, read_csv
+from megatron_flex.simulator.summary import Summary, row, table
+from megatron_flex.telemetry.sink import TelemetryError
+
+DEFAULT = (
+    "flexpipe",
+    "static-slices",
+    "dynapipe",
+    "packed-1f1b",
+    "zero-bubble-pad",
+    "megatron-pad",
+)
+
+
+def parser() -> argparse.ArgumentParser:
+    """All flags."""
+    p = argparse.ArgumentParser(
+        description=__doc__.removeprefix("#!/usr/bin/env python3\n"),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    p.add_argument("--list", action="store_true", help="say what configurations there are")
+    p.add_argument("--configurations", nargs="+", default=list(DEFAULT), metavar="NAME",
+                   help=f"what to simulate; default {' '.join(DEFAULT)}")  # fmt: skip
+    p.add_argument("--model", default="gpt-3.35b", help=f"one of {', '.join(MODELS)}")
+    p.add_argument(
+        "--cluster", default="a100x16",
+        help="a described cluster (a100, h200, cpu, with xN for its first N devices), or a file",
+    )  # fmt: skip
+    p.add_argument("--profile", type=Path, help="a profile measured by tools/profile_layers.py")
+    p.add_argument("--iterations", type=int, default=100)
+    p.add_argument("--global-batch-size", type=int, default=32, help="samples of a batch")
+    p.add_argument("--seq-length", type=int, default=LONGEST,
+                   help="longer samples are cut off there")  # fmt: skip
+    p.add_argument("--seed", type=int, default=1234)
+    source = p.add_mutually_exclusive_group()
+    source.add_argument("--long-share", type=float, default=0.0,
+                        help="part of the samples that are long")  # fmt: skip
+    source.add_argument("--data-path", help="prefix of a .bin/.idx: the lengths of its documents")
+    source.add_argument("--lengths-file", type=Path, help="a length a line, or a CSV")
+    p.add_argument("--long-median", type=int, default=16000, help="tokens of long samples")
+    p.add_argument("--tuning-batches", type=int, default=16,
+                   help="batches that static plans are tuned over")  # fmt: skip
+    p.add_argument(
+        "--simulations", default="12", metavar="{auto,N}",
+        help="plans that a decision simulates; auto: as many as 30 %% of the iteration holds at the"
+        " rate that a run begins with",
+    )  # fmt: skip
+    p.add_argument("--programs", action="store_true",
+                   help="decide by whole programs, as training does: exact memory")  # fmt: skip
+    p.add_argument("--memory-budget-gb", type=float, help="of a device; default: the cluster's")
+    p.add_argument("--use-distributed-optimizer", action="store_true",
+                   help="optimizer state split over replicas, everywhere")  # fmt: skip
+    p.add_argument("--output", type=Path, help="directory of a JSONL file for each")
+    p.add_argument("--jobs", type=int, default=1, help="configurations at a time")
+    return p
+
+
+@dataclass(frozen=True)
+class Work:
+    """One configuration, for a process of its own."""
+
+    name: str
+    arguments: argparse.Namespace
+    directory: Path
+
+
+def setting_of(args: argparse.Namespace) -> Setting:
+    """The model on the cluster."""
+    config, cluster = model(args.model), load(args.cluster)
+    profile = Profile.load(args.profile) if args.profile else closed_form_profile(config, cluster)
+    budget = None if args.memory_budget_gb is None else round(args.memory_budget_gb * 1e9)
+    base = PlannerOptions(budget=budget, shard_optimizer=args.use_distributed_optimizer)
+    return Setting(config, cluster, profile, base)
+
+
+def source_of(args: argparse.Namespace) -> Source:
+    """Where lengths come from."""
+    size, seed, longest = args.global_batch_size, args.seed, args.seq_length
+    if args.lengths_file is not None:
+        return Listed(read_csv(args.lengths_file), size, seed, longest)
+    if args.data_path is not None:
+        return Listed(_document_lengths(args.data_path), size, seed, longest)
+    return Mixture(size, seed, longest, args.long_share, args.long_median)
+
+
+def _document_lengths(prefix: str) -> Any:
+    import numpy as np
+
+    from megatron_flex.data.indexed import IndexedDocuments  # it loads megatron-core
+
+    documents = IndexedDocuments(prefix.removesuffix(".idx").removesuffix(".bin"))
+    lengths = documents.lengths(np.arange(documents.num_documents))
+    return lengths[lengths > 0]
+
+
+def span_of(args: argparse.Namespace) -> Span:
+    """What is simulated."""
+    if args.iterations < 1 or args.tuning_batches < 1 or args.jobs < 1:
+        raise ValueError("--iterations, --tuning-batches and --jobs must be at least 1")
+    given = args.simulations
+    if given != "auto" and not given.isdecimal():
+        raise ValueError(f"--simulations {given}: expected a number, or auto")
+    count = None if given == "auto" else int(given)
+    return Span(source_of(args), args.iterations, args.tuning_batches, count, args.programs)
+
+
+def header_of(work: Work) -> dict[str, Any]:
+    """What the file of a configuration says that it is."""
+    left_out = ("configurations", "list", "output", "jobs", "iterations")
+    given = {k: v for k, v in sorted(vars(work.arguments).items()) if k not in left_out}
+    given |= {k: str(v) for k, v in given.items() if isinstance(v, Path)}
+    setting = setting_of(work.arguments)
+    # A run's sample, and so its tuned plan, depends on how many iterations there are.
+    return {
+        "configuration": work.name,
+        "iterations": work.arguments.iterations,
+        **given,
+        "devices": setting.devices,
+        "budget": setting.budget,
+        "profile_name": setting.profile.name,
+    }
+
+
+def simulate(work: Work, step: Callable[[], object]) -> tuple[Summary, str, float]:
+    """Simulate what is left of one configuration: totals, what it settled on, seconds of ours.
+
+    Raises:
+        ValueError: it cannot be simulated; the message says why.
+    """
+    began = time.perf_counter()
+    span, setting = span_of(work.arguments), setting_of(work.arguments)
+    file = SimulationFile(work.directory / f"{work.name}.jsonl", header_of(work))
+    try:
+        for _ in range(file.start):
+            step()
+        about = ""
+        if file.start < span.iterations:
+            simulation = open_simulation(work.name, setting, span)
+            about = simulation.about
+            if file.state is not None:
+                simulation.restore(file.state)
+            for number in range(file.start, span.iterations):
+                file.add(simulation.step(number))
+                if (number + 1) % EVERY == 0 or number + 1 == span.iterations:
+                    file.save(number + 1, simulation.state())
+                step()
+        return Summary.of(file.records()), about, time.perf_counter() - began
+    finally:
+        file.close()
+
+
+Result = tuple[Summary, str, float] | str
+"""Totals, what it settled on, and seconds of this machine; or what is wrong."""
+_steps: Any = None
+
+
+def _start(steps: Any) -> None:
+    global _steps
+    _steps = steps
+
+
+def attempt(work: Work, step: Callable[[], object]) -> Result:
+    """:func:`simulate`, or what is wrong in words."""
+    try:
+        return simulate(work, step)
+    except (Infeasible, PlanError, TelemetryError, ValueError, OSError) as error:
+        return str(error)
+
+
+def _in_process(work: Work) -> Result:
+    return attempt(work, lambda: _steps.put(1))
+
+
+def results(works: Sequence[Work], jobs: int, total: int) -> Iterator[tuple[Work, Result]]:
+    """Each configuration's result, in their order, under one bar."""
+    with progress_bar(total, "simulate", unit=" iterations") as bar:
+        if min(jobs, len(works)) == 1:
+            yield from ((work, attempt(work, lambda: bar.update(1))) for work in works)
+            return
+        context = multiprocessing.get_context("spawn")
+        with context.Manager() as manager:
+            steps = manager.Queue()
+
+            def count() -> None:
+                while steps.get():
+                    bar.update(1)
+
+            counter = threading.Thread(target=count, daemon=True)
+            counter.start()
+            try:
+                with ProcessPoolExecutor(jobs, context, _start, (steps,)) as pool:
+                    waiting = [pool.submit(_in_process, work) for work in works]
+                    yield from ((w, f.result()) for w, f in zip(works, waiting, strict=True))
+            finally:
+                steps.put(0)
+                counter.join()
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = parser().parse_args(argv)
+    if args.list:
+        for name in CONFIGURATIONS:
+            print(f"{name:20s} {(PLANNED.get(name) or STATIC[name]).about}")
+        return 0
+    unknown = [name for name in args.configurations if name not in CONFIGURATIONS]
+    try:
+        if unknown:
+            raise ValueError(f"no configuration is named {unknown[0]}; --list says which there are")
+        span_of(args)
+        setting_of(args)
+    except (ClusterError, DataError, ProfileError, ValueError, OSError) as error:
+        print(f"simulate: {error}", file=sys.stderr)
+        return 1
+    names = list(dict.fromkeys(args.configurations))
+    with tempfile.TemporaryDirectory() as scratch:
+        directory = args.output or Path(scratch)
+        works = [Work(name, args, directory) for name in names]
+        found = list(results(works, args.jobs, len(works) * args.iterations))
+    print(table([row(w.name, r[0]) for w, r in found if not isinstance(r, str)]))
+    failed = False
+    for work, result in found:
+        if isinstance(result, str):
+            print(f"simulate: {work.name}: {result}", file=sys.stderr)
+            failed = True
+        else:
+            words = f": {result[1]}" if result[1] else ""
+            print(f"{work.name}, {result[2]:.1f} s on this machine{words}", file=sys.stderr)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
