@@ -43,12 +43,13 @@ from megatron_flex.data.errors import DataError
 from megatron_flex.data.mock import LONGEST
 from megatron_flex.planner.closed_form import closed_form_profile
 from megatron_flex.planner.decision import Infeasible
+from megatron_flex.planner.memory import total_parameters
 from megatron_flex.planner.options import PlannerOptions
 from megatron_flex.planner.plan import PlanError
 from megatron_flex.planner.presets import MODELS, model
 from megatron_flex.simulator.files import EVERY, SimulationFile
 from megatron_flex.simulator.presets import CONFIGURATIONS, PLANNED, STATIC
-from megatron_flex.simulator.run import Span, open_simulation
+from megatron_flex.simulator.run import Span, open_simulation, setup_of
 from megatron_flex.simulator.setting import Setting
 from megatron_flex.simulator.sources import Listed, Mixture, Source, read_csv
 from megatron_flex.simulator.summary import Summary, row, table
@@ -159,19 +160,20 @@ def span_of(args: argparse.Namespace) -> Span:
 
 def header_of(work: Work) -> dict[str, Any]:
     """What the file of a configuration says that it is."""
-    left_out = ("configurations", "list", "output", "jobs", "iterations")
+    left_out = ("configurations", "list", "output", "jobs")
     given = {k: v for k, v in sorted(vars(work.arguments).items()) if k not in left_out}
     given |= {k: str(v) for k, v in given.items() if isinstance(v, Path)}
     setting = setting_of(work.arguments)
-    # A run's sample, and so its tuned plan, depends on how many iterations there are.
-    return {
+    header = {
         "configuration": work.name,
-        "iterations": work.arguments.iterations,
-        **given,
-        "devices": setting.devices,
+        "workers": setting.devices,
+        "train_iters": work.arguments.iterations,
+        "parameters": total_parameters(setting.config),
         "budget": setting.budget,
-        "profile_name": setting.profile.name,
+        "arguments": given,
     }
+    setup = setup_of(work.name, setting)
+    return header if setup is None else {**header, "setup": setup.to_json()}
 
 
 def simulate(work: Work, step: Callable[[], object]) -> tuple[Summary, str, float]:

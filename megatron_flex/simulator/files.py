@@ -1,8 +1,9 @@
 """A simulation's file: a line of JSON an iteration, and beside it the state to go on from.
 
-The first line says what is simulated (``event`` is ``simulation``). A file whose first line says
-the same is gone on with: lines after the last state are simulated again, and come out as they were.
-Lines are appended whole, and the state is replaced as a whole, so both can be read at any time.
+The first line says what is simulated (``event`` is ``run``, as in training). A file whose first
+line says the same is gone on with: lines after the last state are simulated again, and come out as
+they were. Lines are appended whole, and the state is replaced as a whole, so both can be read at
+any time.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class SimulationFile:
         self.start = 0
         self.state: dict[str, Any] | None = None
         try_file(path, FLAG)
-        first = json.dumps({"event": "simulation", "iteration": 0, **header}) + "\n"
+        first = json.dumps({"event": "run", "iteration": 0, "kind": "simulation", **header}) + "\n"
         self._resume(first.encode())
         self._file = GrowingFile(path, FLAG)
 

@@ -14,6 +14,10 @@ from megatron_flex.planner.simulation import Prediction
 from megatron_flex.simulator.setting import Setting
 from megatron_flex.simulator.sources import Lengths
 
+QUANTILES = (0, 10, 25, 50, 75, 90, 100)
+LISTED = 256
+"""As in the trainer's records: percentiles of lengths, and samples of the largest listed batch."""
+
 
 def record_of(
     setting: Setting,
@@ -30,11 +34,8 @@ def record_of(
 ) -> dict[str, Any]:
     """The object of one line.
 
-    Beside the trainer's fields: ``balance``, seconds of perfect balance; ``longest``, the longest
-    sample; ``device-memory``, peak bytes of every device; and how the iteration's seconds divide
-    on the mean device that holds a stage: ``compute``, ``bubble-seconds`` (waits for other stages
-    and messages), ``reduction`` (that nothing hides, the wait for other devices' included),
-    ``update`` (likewise), ``host`` and ``switch-stall``.
+    What the trainer measures is what was simulated here. Beside the trainer's fields there are
+    ``longest``, the longest sample, and some of the seconds (docs/simulator.md).
 
     Args:
         number: of the iteration, from 0.
@@ -45,10 +46,8 @@ def record_of(
     tokens, squares = sum(lengths), sum(n * n for n in lengths)
     seconds = prediction.seconds + swap
     elapsed = seconds + stall
-    line, placement = prediction.timeline, prediction.placement
-    devices = plan.devices
-    busy = float(np.mean([placement.busy(d) for d in devices]))
-    until = placement.makespan
+    memory = [float(size) for size in prediction.device_bytes]
+    times = times_of(setting, lengths, plan, prediction)
     record: dict[str, Any] = {
         "event": "iteration",
         "iteration": number + 1,
@@ -65,21 +64,59 @@ def record_of(
         "micro-batches": len(batch.tokens),
         "sliced-samples": len(batch.chains),
         "slices": sum(map(len, batch.chains)),
-        "bubble": 1.0 - busy / line.norm,
-        "balance": setting.balance(lengths),
-        "predicted": seconds,
-        "memory-predicted": float(max(prediction.device_bytes)),
-        "memory-over-budget": sum(bool(b > setting.budget) for b in prediction.device_bytes),
-        "device-memory": [round(float(b)) for b in prediction.device_bytes],
-        "compute": busy,
-        "bubble-seconds": until - busy,
-        "reduction": line.norm - until,
-        "update": prediction.seconds - line.norm,
-        "host": swap,
+        "bubble": 1.0 - times["seconds-compute"] / times["seconds-to-norm"],
+        "memory-measured": max(memory),
+        "memory-over-budget": sum(size > setting.budget for size in memory),
+        **times,
+        "seconds-host": swap,
+        "length-quantiles": np.percentile(lengths, QUANTILES).round().astype(int).tolist(),
+        "memory-by-worker": [round(size) for size in memory],
     }
+    if len(lengths) <= LISTED:
+        record["lengths"] = list(lengths)
     if switched:
         record["switch-stall"] = stall
     if decision is not None:
+        record["predicted"] = decision.predicted.seconds
         record["simulations"] = decision.simulations
         record["action"] = decision.action.label
+        if switched:
+            record["reason"] = "; ".join(
+                f"{r.condition}: {r.text} ({r.sides}: {'yes' if r.holds else 'no'})"
+                for r in decision.reasons
+            )
     return record
+
+
+def times_of(
+    setting: Setting, lengths: Lengths, plan: Plan, prediction: Prediction
+) -> dict[str, float]:
+    """Where the seconds go, means over the devices that hold a stage.
+
+    A device that is free waits for its next operation's input: for a bubble until that is made, for
+    the message from then on.
+    """
+    line, placement = prediction.timeline, prediction.placement
+    senders = placement.problem.operations.senders()
+    sent = np.where(senders >= 0, placement.finish[senders], -np.inf)
+    busy, message = 0.0, 0.0
+    devices = plan.devices
+    for device in devices:
+        order = placement.order[device]
+        start, finish = placement.start[order], placement.finish[order]
+        free = np.concatenate([[0.0], finish[:-1]])
+        made = sent[order]
+        waits = np.where(np.isfinite(made), start - np.maximum(free, made), 0.0)
+        message += float(np.maximum(0.0, waits).sum())
+        busy += placement.busy(device)
+    mean = len(devices)
+    return {
+        "seconds-to-norm": line.norm,
+        "seconds-compute": busy / mean,
+        "seconds-bubble": placement.makespan - (busy + message) / mean,
+        "seconds-message": message / mean,
+        "seconds-reduce": line.norm - placement.makespan,
+        "seconds-update": prediction.seconds - line.norm,
+        "seconds-balanced": busy / setting.devices,
+        "seconds-perfect": setting.balance(lengths),
+    }

@@ -6,9 +6,10 @@ Nothing depends on clocks or on chance: the same arguments give the same records
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
+from megatron_flex.cluster.cluster import description
 from megatron_flex.data.cut import Cut
 from megatron_flex.planner.build import Batch
 from megatron_flex.planner.candidates import Finder
@@ -22,11 +23,12 @@ from megatron_flex.planner.planner import Planner
 from megatron_flex.planner.plans import groups_of
 from megatron_flex.planner.pool import Pool, Record
 from megatron_flex.planner.pricing import Pricer
+from megatron_flex.planner.service import Setup
 from megatron_flex.planner.simulation import Prediction
 from megatron_flex.planner.switching import Running
 from megatron_flex.planner.ways import batch_of, ways
 from megatron_flex.simulator.changes import stall_seconds
-from megatron_flex.simulator.presets import PLANNED, STATIC, Planned, Static
+from megatron_flex.simulator.presets import PLANNED, STATIC, Planned, Static, open_cut
 from megatron_flex.simulator.records import record_of
 from megatron_flex.simulator.setting import Setting, outcome
 from megatron_flex.simulator.sources import Lengths, Source, extremes
@@ -132,8 +134,9 @@ class StaticRun:
         ran = self.tuned.run(lengths)
         costs = self.tuned.runner.costs
         swap = swap_seconds(Pricer(costs, ran.batch), ran.plan)
+        plan = replace(ran.plan, schedule=ran.prediction.schedule, cut=ran.batch.target)
         record = record_of(
-            self._setting, number, lengths, ran.plan, ran.batch, ran.prediction, swap=swap
+            self._setting, number, lengths, plan, ran.batch, ran.prediction, swap=swap
         )
         if ran.rescued:
             record["action"] = "more is recomputed"
@@ -164,11 +167,8 @@ class PlannedRun:
         self._setting = setting
         self._span = span
         self._preset = preset
-        options = {"schedule": "auto", "exact_memory": span.programs, **preset.options}
-        self._planner: Planner = setting.planner(**options)
-        sliced = preset.sliced and setting.config.architecture == "gpt"
-        self._cut = Cut(preset.tokens, by_cost=preset.tokens is None, sliced=sliced,
-                        cost=setting.cost)  # fmt: skip
+        self._planner: Planner = setting.planner(**options_of(preset, span.programs))
+        self._cut = cut_of(preset, setting)
         self._finders: dict[int, Finder] = {}
         self._running: Running | None = None
         self._plan = ""
@@ -226,7 +226,7 @@ class PlannedRun:
             swap=besides, stall=stall, decision=decision, switched=self._switched(decision.plan),
         )  # fmt: skip
         self._finders.pop(number)
-        self._go_on(decision.plan, batch, lengths, record["predicted"])
+        self._go_on(decision.plan, batch, lengths, prediction.seconds + besides)
         return record
 
     def _switched(self, plan: Plan) -> bool:
@@ -298,6 +298,34 @@ class PlannedRun:
         lengths = self._span.source.batch(state["iteration"] - 1)
         plan = Plan.parse(state["plan"])
         self._go_on(plan, batch_of(self._cut, lengths, plan.cut), lengths, state["seconds"])
+
+
+def options_of(preset: Planned, programs: bool = False) -> dict[str, Any]:
+    """A planner's options: as in training, but for what a preset says."""
+    return {"schedule": "auto", "exact_memory": programs, **preset.options}
+
+
+def cut_of(preset: Planned, setting: Setting) -> Cut:
+    """How a preset's batches are cut."""
+    if preset.tokens is None:
+        return open_cut(setting, preset.sliced)
+    return Cut(preset.tokens, cost=setting.cost)
+
+
+def setup_of(name: str, setting: Setting) -> Setup | None:
+    """What programs can be made from again; ``None`` where batches are not cut as in training."""
+    if name == "static-slices":
+        planner, cut = setting.planner(schedule="zb"), open_cut(setting)
+    elif name in PLANNED:
+        preset = PLANNED[name]
+        planner, cut = setting.planner(**options_of(preset)), cut_of(preset, setting)
+    else:
+        return None
+    static = str(planner.even_plans[-1])
+    profile = setting.profile.to_json()
+    return Setup(
+        setting.config, description(setting.cluster), profile, planner.options, cut, static
+    )
 
 
 def swap_seconds(pricer: Pricer, plan: Plan) -> float:

@@ -47,10 +47,10 @@ class Summary:
             iterations=len(records),
             seconds=seconds,
             tokens=round(tokens),
-            balance=seconds / total("balance"),
+            balance=seconds / total("seconds-perfect"),
             switches=sum("switch-stall" in r for r in records),
             stalls=total("switch-stall"),
-            memory=max(float(r["memory-predicted"]) for r in records),
+            memory=max(float(r["memory-measured"]) for r in records),
             padding=padding / (tokens + padding),
             bubble=total("bubble") / len(records),
         )

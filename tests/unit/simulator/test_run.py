@@ -50,13 +50,15 @@ def test_flexpipe_is_never_slower_than_the_plan_it_returns_to() -> None:
 
 def test_a_record_adds_up() -> None:
     for record in (*flexpipe(), *run("packed-1f1b")):
-        parts = ("compute", "bubble-seconds", "reduction", "update", "host")
-        spent = sum(record[p] for p in parts) + record.get("switch-stall", 0.0)
-        assert spent == pytest.approx(record["elapsed"])
+        parts = ("compute", "bubble", "message", "reduce", "update", "host")
+        spent = [record[f"seconds-{p}"] for p in parts]
+        assert min(spent) >= 0.0
+        assert sum(spent) + record.get("switch-stall", 0.0) == pytest.approx(record["elapsed"])
+        assert sum(spent[:4]) == pytest.approx(record["seconds-to-norm"])
         assert 0.0 <= record["bubble"] < 1.0
         assert record["tokens_per_second"] == pytest.approx(record["tokens"] / record["elapsed"])
-        assert record["balance"] <= record["elapsed"]
-        assert record["memory-predicted"] == pytest.approx(max(record["device-memory"]), abs=1)
+        assert record["seconds-perfect"] <= record["seconds-balanced"] <= record["elapsed"]
+        assert record["memory-measured"] == pytest.approx(max(record["memory-by-worker"]), abs=1)
         assert record["memory-over-budget"] == 0
 
 
@@ -91,7 +93,9 @@ def test_an_interrupted_run_goes_on_with_the_same_bytes(name: str, tmp_path: Pat
     with (tmp_path / "broken" / "a.jsonl").open("ab") as torn:
         torn.write(b'{"event": "iter')
     assert go(tmp_path / "broken", SPAN.iterations, 2) == whole
-    assert json.loads(whole.splitlines()[0]) == {"event": "simulation", "iteration": 0, **header}
+    assert json.loads(whole.splitlines()[0]) == {
+        "event": "run", "iteration": 0, "kind": "simulation", **header,
+    }  # fmt: skip
 
 
 def test_another_simulations_file_stays(tmp_path: Path) -> None:

@@ -50,7 +50,7 @@ def test_files_are_the_same_again_and_go_on(
     assert [line.split()[0] for line in shown] == ["configuration", *names]
     for name in names:
         records = read(tmp_path / "a" / f"{name}.jsonl")
-        assert [r["event"] for r in records] == ["simulation"] + 3 * ["iteration"]
+        assert [r["event"] for r in records] == ["run"] + 3 * ["iteration"]
         assert records[0]["configuration"] == name
     assert simulate.main([*words, str(tmp_path / "a")]) == 0  # nothing is left to do
     assert capsys.readouterr().out.splitlines() == shown
