@@ -2,18 +2,22 @@
 
     python benchmarks/slices.py                       about 3 minutes on two idle cores
     python benchmarks/slices.py --long 4096 --cycles 5
+    python benchmarks/slices.py --short --cycles 40   is a choice that gains nothing free?
 
 Two workers of one thread each train on the same batch, on plans that are fixed before: the planner
 chooses one for whole samples and one for slices, with costs that are measured first. Its own time
 and that of making programs are not in the iterations'. Medians of interleaved iterations, with the
 interquartile range; perfect is half the time of one worker that does everything, in the same run.
-The peak is that of the fuller worker.
+The peak is that of the fuller worker. With ``--short`` all samples are short, nothing is worth
+slicing, and the last line has what ``--flexpipe-slice-tokens auto`` takes against 0: the median
+over neighbouring iterations, and the interval that holds it with 95 %.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import statistics
 import sys
@@ -71,7 +75,8 @@ def flags(arguments: argparse.Namespace, directory: str, slices: str) -> list[st
 def write_data(arguments: argparse.Namespace, directory: str) -> None:
     """One global batch of documents: a long one, and short ones with as many tokens."""
     builder = IndexedDatasetBuilder(f"{directory}/data.bin", dtype=np.int32)
-    for length in (arguments.long, *[SHORT] * (arguments.long // SHORT)):
+    longest = SHORT if arguments.short else arguments.long
+    for length in (longest, *[SHORT] * (arguments.long // SHORT)):
         builder.add_document(torch.arange(length + 1) % 4000, [length + 1])
     builder.finalize(f"{directory}/data.idx")
 
@@ -146,6 +151,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--hidden-size", type=int, default=256)
     parser.add_argument("--long", type=int, default=2048, help="tokens of the long sample")
+    parser.add_argument("--short", action="store_true", help="instead: all samples are short")
     parser.add_argument("--cycles", type=int, default=9)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:
@@ -169,7 +175,10 @@ def main() -> None:
         old = peaks.get(name, (0.0, 0.0))
         peaks[name] = max(counted, old[0]), max(foreseen, old[1])
     perfect = statistics.median(seconds["one worker"]) / 2
-    print(f"one sample of {arguments.long} tokens among {arguments.long // SHORT} of {SHORT}")
+    if arguments.short:
+        print(f"{1 + arguments.long // SHORT} samples of {SHORT} tokens")
+    else:
+        print(f"one sample of {arguments.long} tokens among {arguments.long // SHORT} of {SHORT}")
     print(f"{'':15}{'time (ms)':>10}{'quartiles':>14}{'of perfect':>12}{'predicted':>11}"
           f"{'peak (MB)':>11}{'predicted':>11}  plan")  # fmt: skip
     for name, values in seconds.items():
@@ -180,6 +189,20 @@ def main() -> None:
             f"{name:15}{1e3 * median:10.0f}{quartiles:>14}{median / perfect:12.2f}"
             f"{1e3 * told[name]:11.0f}{counted / 1e6:11.1f}{foreseen / 1e6:11.1f}  {plans[name]}"
         )
+    if arguments.short:
+        print(against(seconds["slices"], seconds["whole samples"]))
+
+
+def against(ours: Sequence[float], others: Sequence[float]) -> str:
+    """Median ratio of neighbouring iterations; its interval by the sign test."""
+    ratios = sorted(a / b for a, b in zip(ours, others, strict=True))
+    n, outside, count = len(ratios), 0.0, 0
+    while (outside := outside + math.comb(n, count) / 2.0**n) <= 0.025:
+        count += 1
+    low, high = (ratios[max(0, count - 1)], ratios[n - max(1, count)])
+    middle = statistics.median(ratios)
+    interval = f"{low - 1:+.1%} to {high - 1:+.1%}"
+    return f"auto against 0: {middle - 1:+.1%} of the time (95 %: {interval})"
 
 
 if __name__ == "__main__":

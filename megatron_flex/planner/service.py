@@ -21,7 +21,7 @@ import signal
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from statistics import median
 from typing import Any, BinaryIO
@@ -35,6 +35,7 @@ from megatron_flex.model.config import ModelConfig
 from megatron_flex.planner import frames
 from megatron_flex.planner.budget import budget_advice, smallest_budget
 from megatron_flex.planner.build import Batch
+from megatron_flex.planner.candidates import Finder
 from megatron_flex.planner.closed_form import closed_form_profile
 from megatron_flex.planner.decision import Decision, Infeasible
 from megatron_flex.planner.exhaustive import exhaustive
@@ -282,6 +283,7 @@ class Service:
         self.planner = Planner(self._setup.model, self._profile, self._cluster, options)
         self._hbsa = Hbsa(self.planner)
         self._lookahead = Lookahead(self.planner, self._static, self._hbsa)
+        self._finders: dict[tuple[int, ...], Finder] = {}
 
     @property
     def memory_factor(self) -> float:
@@ -386,20 +388,30 @@ class Service:
         )
 
     def _decided(self, question: Question) -> tuple[Decision, Running | None]:
-        cut, devices = self._setup.cut, len(self.planner.units.devices)
-        window = [ways(cut, lengths, devices) for lengths in question.window]
         while True:
             running = None
             if question.running is not None:
                 plan = Plan.parse(question.running)
-                batch = batch_of(cut, question.running_lengths, plan.cut)
+                batch = batch_of(self._setup.cut, question.running_lengths, plan.cut)
                 running = self.planner.running(plan, batch)
+            finders = self._window(question.window)
             try:
-                return self._decide(window, running, self._count(question, running)), running
+                return self._decide(finders, running, self._count(question, running)), running
             except Infeasible:
                 if self._memory_factor == 1.0:
                     raise
                 self._plan_with(1.0)  # better over the smaller budget than not at all
+
+    def _window(self, window: Sequence[tuple[int, ...]]) -> list[Finder]:
+        """Finders of coming batches; those of the window before it are still known."""
+        cut, planner = self._setup.cut, self.planner
+        devices = len(planner.units.devices)
+        known = self._finders
+        self._finders = {
+            lengths: known.get(lengths) or planner.finder(ways(cut, lengths, devices))
+            for lengths in window
+        }
+        return [self._finders[lengths] for lengths in window]
 
     def _budget_advice(self, error: Exception, question: Question) -> str:
         """The smallest budget with which the batches of ``question`` fit, for the message."""
@@ -433,36 +445,38 @@ class Service:
         return self._pace.simulations(running.seconds * self.factor)
 
     def _decide(
-        self, window: list[list[Batch]], running: Running | None, count: int | None
+        self, finders: list[Finder], running: Running | None, count: int | None
     ) -> Decision:
         name = self._setup.options.planner
+        batches = [pricer.batch for pricer in finders[0].pricers]
         if name == "hbsa":
             # The paper's algorithm is for one way of cutting.
-            batch = window[0][min(1, len(window[0]) - 1)]
+            batch = batches[min(1, len(batches) - 1)]
             decision = self._hbsa.decide(batch, running)
             return replace(decision, plan=replace(decision.plan, cut=batch.target))
         if name == "exhaustive":
             found = []
-            for batch in window[0]:
+            for batch in batches:
                 tables = self.planner.elements.tables(batch)
                 cut = exhaustive(tables)
                 if cut is not None:
                     found.append((plan_of(tables, cut.groups), "exhaustive"))
             decision, self._pool = self.planner.decide_with(
-                self._pool, window[0], running, found, count
+                self._pool, batches, running, found, count
             )
             return decision
         if name == "static":
             if self._best_static is None:
+                window = [[pricer.batch for pricer in finder.pricers] for finder in finders]
                 self._best_static = self.planner.best_static(window)
-            finder = self.planner.finder(window[0])
+            finder = finders[0]
             candidate = finder.best_of(self._best_static, running, "static")
             candidate = self.planner.fitted(finder, candidate)
             if not candidate.price.fits:
                 exact = self._setup.options.exact_memory
                 raise finder.infeasible(candidate.price if exact else None)
             return self.planner.choose(finder, [candidate], running, settled=candidate)
-        decision, self._pool = self._lookahead.decide_with(self._pool, window, running, count)
+        decision, self._pool = self._lookahead.decide_among(finders, running, self._pool, count)
         return decision
 
 
