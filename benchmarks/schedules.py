@@ -24,8 +24,10 @@ ROOT = Path(__file__).resolve().parent.parent
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
+import numpy as np
+
 from megatron_flex.planner.plan import Plan, Stage
-from megatron_flex.schedule.costs import OpCosts, Table
+from megatron_flex.schedule.costs import Floats, OpCosts
 from megatron_flex.schedule.list_scheduler import policy, search, simulate
 
 DATA = ROOT / "tests" / "data" / "variable_length_batches.json"
@@ -117,20 +119,16 @@ class Layout:
     def costs(self) -> OpCosts:
         b = self.batch
         last = len(self.groups) - 1
-        none = (0.0,) * len(b.head_forward)
+        none = [0.0] * len(b.head_forward)
 
-        def table(layer: Sequence[float], head: Sequence[float], scale: float = 1.0) -> Table:
-            return tuple(
-                tuple(
-                    scale * (share * one + (extra if stage == last else 0.0))
-                    for one, extra in zip(layer, head, strict=True)
-                )
-                for stage, share in enumerate(self.stage_layers)
-            )
+        def table(layer: Sequence[float], head: Sequence[float]) -> Floats:
+            found = np.outer(self.stage_layers, layer)
+            found[last] += head
+            return found
 
-        half = table(b.layer_backward, b.head_backward, 0.5)
+        half = 0.5 * table(b.layer_backward, b.head_backward)
         return OpCosts(
-            table(b.layer_forward, b.head_forward), half, half, (none,) * last,
+            table(b.layer_forward, b.head_forward), half, half, np.zeros((last, len(none))),
             table(b.layer_activation, none),
         )  # fmt: skip
 

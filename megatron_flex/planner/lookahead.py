@@ -23,19 +23,22 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import pairwise, zip_longest
 
 from megatron_flex.planner.anytime import Entry
 from megatron_flex.planner.build import Batch
 from megatron_flex.planner.candidates import Candidate, Finder
 from megatron_flex.planner.decision import Decision
 from megatron_flex.planner.hbsa import Hbsa
-from megatron_flex.planner.plan import Plan
+from megatron_flex.planner.plan import Plan, Stage
 from megatron_flex.planner.planner import Planner, running_of
 from megatron_flex.planner.pool import Pool
 from megatron_flex.planner.switching import Running
 
 MAX_CANDIDATES = 32
+FEW_CANDIDATES = 12
+"""Where plans are known that were good for earlier batches."""
+NOTHING = Pool.empty()
 _Reached = tuple[float, float, float, tuple[Candidate, ...]]
 
 
@@ -116,15 +119,16 @@ class Lookahead:
         count: int | None = None,
     ) -> tuple[Decision, Pool]:
         """:meth:`decide_with`, with finders that the caller keeps from window to window."""
-        path = self.best_path(finders, running)
+        count = self.planner.options.simulations if count is None else count
+        own = list(finders[0].searched(running))
+        path = self.best_path(finders, running, own, pool if count != 0 else Pool.empty())
         if path is None:  # the last word is the planner's
             return self.planner.choose(finders[0], [], running), pool
         first = path.plans[0]
         found = [first]
         if running is not None:
             found.append(finders[0].best_of(running.plan, running, "current"))
-        found += finders[0].searched(running)
-        count = self.planner.options.simulations if count is None else count
+        found += own
         if count == 0:
             return self.planner.choose(finders[0], found, running, settled=first), pool
         ahead = Ahead(self, finders, running, path)
@@ -132,9 +136,22 @@ class Lookahead:
             finders[0], found, running, pool, count, ahead, (self.static, Plan(first.plan.stages))
         )
 
-    def best_path(self, finders: Sequence[Finder], running: Running | None) -> Path | None:
-        """The shortest path; ``None`` when nothing fits the first batch."""
-        layers = self._candidates(finders, running)
+    def best_path(
+        self,
+        finders: Sequence[Finder],
+        running: Running | None,
+        own: Sequence[Candidate] | None = None,
+        pool: Pool = NOTHING,
+    ) -> Path | None:
+        """The shortest path; ``None`` when nothing fits the first batch.
+
+        Args:
+            own: what the exact search found for the first batch; default: it is searched.
+            pool: with plans that were good before, few others are looked at.
+        """
+        if own is None and running is not None:
+            own = list(finders[0].searched(running))
+        layers = self._candidates(finders, running, own or (), pool)
         # The cheapest way to run each candidate now: all seconds, iterations, switches, plans.
         best: list[_Reached] = []
         rest = 0.0
@@ -222,25 +239,31 @@ class Lookahead:
         return self._switches.price(running, plan).seconds + margin
 
     def _candidates(
-        self, finders: Sequence[Finder], running: Running | None
+        self,
+        finders: Sequence[Finder],
+        running: Running | None,
+        own: Sequence[Candidate],
+        pool: Pool,
     ) -> list[list[Candidate]]:
         """Every candidate plan that fits, for every batch."""
         plans: list[Plan] = [self.static]
         if running is not None:
             plans.append(Plan(running.plan.stages))
-        if self.hbsa is not None:
-            plans += self.hbsa_plans(finders, running)
-        devices = len(self.planner.units.devices)
-        some = [0] + [1 << i for i in range(devices.bit_length()) if 1 << i < devices]
+        limit, devices = FEW_CANDIDATES, len(self.planner.units.devices)
+        some = [0]  # any number of stages
+        if not pool.records:
+            limit = MAX_CANDIDATES
+            some += [1 << i for i in range(devices.bit_length()) if 1 << i < devices]
+            if self.hbsa is not None:
+                plans += self.hbsa_plans(finders, running)
+            if not self.planner.options.split:
+                plans += self.planner.even_plans
         found = [list(finder.best_plans(some)) for finder in finders]
-        if running is not None:
-            found[0] = [Plan(c.plan.stages) for c in finders[0].searched(running)] + found[0]
-        if not self.planner.options.split:
-            plans += self.planner.even_plans
+        found[0] = [Plan(c.plan.stages) for c in own] + found[0]
         # In turn from each batch, so that a limit cuts all alike.
-        for rank in range(max(map(len, found), default=0)):
-            plans += [row[rank] for row in found if rank < len(row)]
-        kept = list(dict.fromkeys(plans))[:MAX_CANDIDATES]
+        for row in zip_longest(pool.layouts, *found):
+            plans += [plan for plan in row if plan is not None]
+        kept = list(dict.fromkeys(plans))[:limit]
         layers = []
         for finder in finders:
             priced = [finder.best_of(plan, None, "window") for plan in kept]
@@ -276,12 +299,15 @@ class Ahead:
         self._static = self._later(lookahead.static)
         self._bar = math.inf
         self._known: dict[Entry, float] = {}
+        self._there: dict[tuple[Stage, ...], float] = {}
 
     def least(self, plan: Plan) -> float:
         """The switch alone."""
         if self._running is None:
             return 0.0
-        return self._lookahead.edge(self._running, plan)
+        if plan.stages not in self._there:
+            self._there[plan.stages] = self._lookahead.edge(self._running, plan)
+        return self._there[plan.stages]
 
     def of(self, candidate: Candidate) -> float:
         """All of it."""

@@ -11,7 +11,7 @@ import ctypes
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import numpy as np
 
@@ -304,16 +304,7 @@ class SearchProblem:
 
     def price(self, groups: Sequence[Group]) -> PlanCost:
         """:func:`megatron_flex.planner.cost.plan_cost`, fast. The problem must be straight."""
-        chunks = [c for g in groups for c in g.chunks]
-        holders = [g.of_chunk(i) for g in groups for i in range(len(g.chunks))]
-        arrays = [
-            _offsets([len(g.chunks) for g in groups]),
-            np.array(chunks, dtype=np.int64),
-            _offsets([len(h) for h in holders]),
-            np.array([s for h in holders for s in h], dtype=np.int64),
-            _offsets([len(g.slots) for g in groups]),
-            np.array([s for g in groups for s in g.slots], dtype=np.int64),
-        ]
+        arrays = _as_arrays(tuple(groups))
         out = np.empty((len(groups), 8))
         function("mflex_planner_price")(
             self._address, len(groups), *(a.ctypes.data for a in arrays), out.ctypes.data
@@ -342,6 +333,21 @@ class SearchProblem:
             else:
                 low = middle
         return high
+
+
+@lru_cache(maxsize=1024)
+def _as_arrays(groups: tuple[Group, ...]) -> tuple[IntArray, ...]:
+    """Groups as the native price reads them: a plan has the same for every batch."""
+    chunks = [c for g in groups for c in g.chunks]
+    holders = [g.of_chunk(i) for g in groups for i in range(len(g.chunks))]
+    return (
+        _offsets([len(g.chunks) for g in groups]),
+        np.array(chunks, dtype=np.int64),
+        _offsets([len(h) for h in holders]),
+        np.array([s for h in holders for s in h], dtype=np.int64),
+        _offsets([len(g.slots) for g in groups]),
+        np.array([s for g in groups for s in g.slots], dtype=np.int64),
+    )
 
 
 def _offsets(sizes: Sequence[int]) -> IntArray:

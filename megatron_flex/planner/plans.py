@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 from megatron_flex.planner.cost import Group
 from megatron_flex.planner.plan import OPlan, Plan, PlanError, Stage
@@ -24,10 +25,17 @@ def groups_of(t: Tables, plan: Plan) -> tuple[Group, ...]:
 
     Raises :class:`PlanError` when a stage begins inside an element, or on a device without a slot.
     """
-    slot = {device: i for i, device in enumerate(t.devices)}
-    element = {unit: e for e, unit in enumerate(t.points)}
+    return _groups(t.points, t.devices, plan.stages)
+
+
+@lru_cache(maxsize=4096)
+def _groups(
+    points: tuple[int, ...], devices: tuple[int, ...], stages: tuple[Stage, ...]
+) -> tuple[Group, ...]:
+    slot = {device: i for i, device in enumerate(devices)}
+    element = {unit: e for e, unit in enumerate(points)}
     holders: dict[int, list[int]] = {}
-    for number, stage in enumerate(plan.stages):
+    for number, stage in enumerate(stages):
         for unit in (stage.start, stage.stop):
             if unit not in element:
                 raise PlanError(
@@ -41,14 +49,12 @@ def groups_of(t: Tables, plan: Plan) -> tuple[Group, ...]:
                 )
             holders.setdefault(device, []).append(number)
     together: dict[tuple[int, ...], list[int]] = {}
-    for device, stages in holders.items():
-        together.setdefault(tuple(stages), []).append(slot[device])
+    for device, held in holders.items():
+        together.setdefault(tuple(held), []).append(slot[device])
     groups = []
     for numbers, slots in sorted(together.items()):
-        chunks = tuple(
-            (element[plan.stages[n].start], element[plan.stages[n].stop]) for n in numbers
-        )
-        replicas = tuple(tuple(sorted(slot[d] for d in plan.stages[n].group)) for n in numbers)
+        chunks = tuple((element[stages[n].start], element[stages[n].stop]) for n in numbers)
+        replicas = tuple(tuple(sorted(slot[d] for d in stages[n].group)) for n in numbers)
         own = tuple(sorted(slots))
         groups.append(Group(chunks, own, () if all(r == own for r in replicas) else replicas))
     return tuple(groups)

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from megatron_flex.planner.anytime import Entry
+from megatron_flex.planner.plan import Plan
 
 SIZE = 24
 """Entries of a pool."""
@@ -50,6 +51,11 @@ class Pool:
     def entries(self) -> tuple[Entry, ...]:
         """Most promising first."""
         return tuple(sorted(self.records, key=lambda e: (self.records[e].loss, _name(e))))
+
+    @property
+    def layouts(self) -> tuple[Plan, ...]:
+        """Their layouts, each once."""
+        return tuple(dict.fromkeys(plan for plan, _ in self.entries))
 
     def after(self, seconds: Mapping[Entry, float]) -> Pool:
         """The pool after a batch.

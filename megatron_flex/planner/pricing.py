@@ -138,7 +138,7 @@ class Pricer:
         lean = any(
             more and c.bytes + more > budget for c, more in zip(cost.groups, ahead, strict=True)
         )
-        if not lean:
+        if not lean and any(ahead):
             more = (replace(c, bytes=c.bytes + a) for c, a in zip(cost.groups, ahead, strict=True))
             cost = replace(cost, groups=tuple(more))
         missing = max(c.missing for c in cost.groups)
@@ -252,8 +252,8 @@ def _exposed(
     t: Tables, groups: Sequence[Group], cost: PlanCost, parts: tuple[GroupOptimisation, ...]
 ) -> float:
     """Seconds that gradient reductions and the host add to computing, in the slowest group."""
-    drained = prefix(t.first_backward)
+    drained = [0.0] * (t.num_elements + 1) if t.split else prefix(t.first_backward).tolist()
     return max(
-        c.tail - (0.0 if t.split else float(drained[g.chunks[0][0]])) + part.swap_seconds
+        c.tail - drained[g.chunks[0][0]] + part.swap_seconds
         for g, c, part in zip(groups, cost.groups, parts, strict=True)
     )

@@ -135,7 +135,8 @@ def op_costs(costs: ModelCosts, plan: Plan, batch: Batch) -> OpCosts:
         units = [float(kind is Kind.ATTENTION) for kinds in costs.kinds for kind in kinds]
         sizes = (chain.keys_values + chain.gradients) * np.add.reduceat(units, starts)
         tables["chain_bytes"] = np.outer(sizes, batch.sliced)
-    return OpCosts.of(tables, *slab_seconds(costs, plan))
+    reduce, update = slab_seconds(costs, plan)
+    return OpCosts(**tables, reduce=reduce, update=update)
 
 
 def slab_seconds(costs: ModelCosts, plan: Plan) -> tuple[tuple[float, ...], tuple[float, ...]]:

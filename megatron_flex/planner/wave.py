@@ -29,11 +29,9 @@ def wave_seconds(costs: OpCosts, table: Route, ahead: Sequence[int], fixed: bool
         ahead: K: for each stage, forwards of a replica before its first backward.
         fixed: the schedule keeps the waves' order.
     """
-    arrays = costs.arrays
-    forward = arrays["forward"]
-    backward = arrays["backward_input"] + arrays["backward_weight"]
+    forward, backward = costs.forward, costs.backward_input + costs.backward_weight
     wires = np.zeros_like(forward)  # into each stage
-    wires[1:] = arrays["transfer"]
+    wires[1:] = costs.transfer
     there = _wave(forward, backward, wires, table, ahead)
     back = _wave(
         backward[:, ::-1], forward[:, ::-1], wires[:, ::-1], [row[::-1] for row in table], ahead

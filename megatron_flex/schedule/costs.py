@@ -1,29 +1,30 @@
 """What every operation of an iteration costs: the input of the simulator.
 
-Times are seconds, sizes are bytes; a list index is the stage, then the micro-batch. The numbers
+Times are seconds, sizes are bytes; an index is the stage, then the micro-batch. The numbers
 come from the planner's cost model (or from a test); nothing here knows devices or links.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
-Table = tuple[tuple[float, ...], ...]
+Floats = NDArray[np.float64]
 TABLES = (
     "forward", "backward_input", "backward_weight", "transfer", "activation", "chain_bytes"
 )  # fmt: skip
 """Costs that are given for each stage (or boundary) and micro-batch."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class OpCosts:
     """Costs of one iteration on one plan.
+
+    Tables are arrays; given as nested sequences, they become arrays.
 
     Attributes:
         forward: ``forward[stage][micro_batch]``, seconds.
@@ -39,52 +40,53 @@ class OpCosts:
         update: seconds of the optimizer update of each slab on one device; empty means none.
         chain_bytes: ``chain_bytes[stage][micro_batch]``, bytes that a slice of a longer sample
             leaves besides until the whole sample is through: its keys and values, and their
-            gradients. Empty: none.
+            gradients. Left out: none.
     """
 
-    forward: Table
-    backward_input: Table
-    backward_weight: Table
-    transfer: Table
-    activation: Table
+    forward: Floats
+    backward_input: Floats
+    backward_weight: Floats
+    transfer: Floats
+    activation: Floats
     reduce: tuple[float, ...] = ()
     update: tuple[float, ...] = ()
-    chain_bytes: Table = ()
+    chain_bytes: Floats = field(default_factory=lambda: np.zeros(0))
 
     def __post_init__(self) -> None:
-        stages, batches = len(self.forward), len(self.forward[0]) if self.forward else 0
-        if not stages or not batches:
+        forward = np.asarray(self.forward, dtype=np.float64)
+        if forward.ndim != 2 or not forward.size:
             raise ValueError("costs need at least one stage and one micro-batch")
+        stages, batches = forward.shape
         for name in TABLES:
-            table: Table = getattr(self, name)
+            table: Floats = np.asarray(getattr(self, name), dtype=np.float64)
             rows = stages - 1 if name == "transfer" else stages
-            if name == "chain_bytes" and not table:
-                continue
-            if len(table) != rows or any(len(row) != batches for row in table):
+            if name == "chain_bytes" and not table.size:
+                table = np.zeros(forward.shape)
+            if not rows and not table.size:
+                table = np.zeros((0, batches))
+            if table.shape != (rows, batches):
                 raise ValueError(
                     f"costs.{name} must have {rows} rows of {batches} micro-batches, as"
                     " costs.forward implies"
                 )
+            object.__setattr__(self, name, table)
         for name in (*TABLES, "reduce", "update"):
-            value = getattr(self, name)
-            rows_ = value if value and isinstance(value[0], tuple) else (value,)
-            for number, row in enumerate(rows_):
-                # This keeps it cheap; NaN fails the comparison.
-                if row and not (min(row) >= 0 and 0 <= sum(row) < math.inf):
-                    raise ValueError(
-                        f"costs.{name}, row {number}: costs must be finite and not negative"
-                    )
+            rows_ = np.atleast_2d(np.asarray(getattr(self, name), dtype=np.float64))
+            bad = ~((rows_ >= 0.0) & np.isfinite(rows_)).all(axis=1)
+            if bad.any():
+                raise ValueError(
+                    f"costs.{name}, row {int(bad.argmax())}: costs must be finite and not negative"
+                )
 
-    @cached_property
-    def arrays(self) -> dict[str, NDArray[np.float64]]:
-        """The tables as arrays, by name: ``[stages, micro_batches]`` (transfer: one row less)."""
-        shape = (-1, self.num_micro_batches)
-        found: dict[str, NDArray[np.float64]] = {
-            name: np.array(getattr(self, name), float).reshape(shape) for name in TABLES
-        }
-        if not self.chain_bytes:
-            found["chain_bytes"] = np.zeros_like(found["activation"])
-        return found
+    def __eq__(self, other: object) -> bool:
+        """Equal in every number."""
+        return (
+            isinstance(other, OpCosts)
+            and (self.reduce, self.update) == (other.reduce, other.update)
+            and all(np.array_equal(getattr(self, n), getattr(other, n)) for n in TABLES)
+        )
+
+    __hash__ = None  # type: ignore[assignment]
 
     @property
     def num_stages(self) -> int:
@@ -94,14 +96,13 @@ class OpCosts:
     @property
     def num_micro_batches(self) -> int:
         """Number of micro-batches."""
-        return len(self.forward[0])
+        return self.forward.shape[1]
 
     @cached_property
-    def works(self) -> NDArray[np.float64]:
+    def works(self) -> Floats:
         """``[stages, micro_batches]``: forward and backward, seconds."""
-        tables = self.arrays
-        found: NDArray[np.float64] = tables["forward"] + tables["backward_input"]
-        return found + tables["backward_weight"]
+        found: Floats = self.forward + self.backward_input
+        return found + self.backward_weight
 
     @cached_property
     def totals(self) -> tuple[float, ...]:
@@ -110,31 +111,11 @@ class OpCosts:
 
     def work(self, stage: int, micro_batch: int) -> float:
         """Seconds of forward and backward of one micro-batch on one stage."""
-        return (
-            self.forward[stage][micro_batch]
-            + self.backward_input[stage][micro_batch]
-            + self.backward_weight[stage][micro_batch]
-        )
+        return float(self.works[stage, micro_batch])
 
     def stage_work(self, stage: int) -> tuple[float, ...]:
         """Seconds of forward and backward on one stage, for each micro-batch."""
         return tuple(self.works[stage].tolist())
-
-    @classmethod
-    def of(
-        cls,
-        arrays: Mapping[str, NDArray[np.float64]],
-        reduce: tuple[float, ...] = (),
-        update: tuple[float, ...] = (),
-    ) -> OpCosts:
-        """From the tables as arrays, by name; ``chain_bytes`` may be left out."""
-        tables = {name: tuple(map(tuple, arrays[name].tolist())) for name in arrays}
-        found = cls(**tables, reduce=reduce, update=update)
-        kept = dict(arrays)
-        if "chain_bytes" not in kept:
-            kept["chain_bytes"] = np.zeros_like(kept["activation"])
-        found.__dict__["arrays"] = kept  # where the cached property keeps them
-        return found
 
     @classmethod
     def uniform(
@@ -152,8 +133,8 @@ class OpCosts:
     ) -> OpCosts:
         """The same cost for every stage and micro-batch, as in the textbooks."""
 
-        def table(value: float, rows: int = num_stages) -> Table:
-            return ((float(value),) * num_micro_batches,) * rows
+        def table(value: float, rows: int = num_stages) -> Floats:
+            return np.full((rows, num_micro_batches), float(value))
 
         return cls(
             table(forward),
@@ -181,10 +162,8 @@ class OpCosts:
         For programs that need an order but no measured costs: stage sizes are the numbers of
         units, batch sizes the tokens. ``transfer`` and ``activation`` are for one token.
         """
-        table = tuple(tuple(float(s * b) for b in batch_sizes) for s in stage_sizes)
-        wires = tuple(float(transfer * b) for b in batch_sizes)
-        held = tuple(tuple(float(activation * s * b) for b in batch_sizes) for s in stage_sizes)
-        return cls(
-            table, table, table, (wires,) * (len(stage_sizes) - 1), held, tuple(reduce),
-            tuple(update),
-        )  # fmt: skip
+        sizes, batches = np.array(stage_sizes, float), np.array(batch_sizes, float)
+        table = np.outer(sizes, batches)
+        wires = np.tile(transfer * batches, (len(sizes) - 1, 1))
+        held = np.outer(activation * sizes, batches)
+        return cls(table, table, table, wires, held, tuple(reduce), tuple(update))

@@ -161,14 +161,15 @@ class NativePass:
     ) -> None:
         ops = problem.operations
         total, devices = len(ops.seconds), ops.devices
-        queues: list[list[int]] = [[] for _ in range(devices)]
+        queues: list[Integers] = [np.zeros(0, dtype=np.int64)] * devices
         if policy is not None:
-            ranked: dict[tuple[int, ...], list[int]] = {}  # alike on devices of the same stages
+            ranked: dict[tuple[int, ...], Integers] = {}  # alike on devices of the same stages
             for device in problem.plan.devices:
                 held = problem.plan.stages_of(device)
                 if held not in ranked:
                     ranking = policy.rank(problem, device)
-                    ranked[held] = [k * ops.stages + s for k, s in ranking if k < ops.kinds]
+                    known = [k * ops.stages + s for k, s in ranking if k < ops.kinds]
+                    ranked[held] = np.array(known, dtype=np.int64)
                 queues[device] = ranked[held]
         if orders is None:
             order: Integers = np.zeros(total, dtype=np.int64)
@@ -184,7 +185,7 @@ class NativePass:
             "cap": np.array(limits.in_flight if limits else (), dtype=np.float64),
             "memory": np.array(limits.memory[:devices] if limits else (), dtype=np.float64),
             "queue_offset": _offsets([len(q) for q in queues]),
-            "queue": np.array([q for queue in queues for q in queue], dtype=np.int64),
+            "queue": np.concatenate(queues),
             "order_offset": _offsets(counts),
             "order": order,
             "start": np.zeros(total),

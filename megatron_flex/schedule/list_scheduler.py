@@ -164,21 +164,21 @@ def lower_bound(problem: Problem) -> float:
     Every device waits for the first forward to reach it, then has its work to do; and every
     micro-batch must pass through all stages and back.
     """
-    tables, route = problem.costs.arrays, problem.route_array
+    costs, route = problem.costs, problem.route_array
     stages, batches = route.shape
     moved = np.zeros((stages, batches))  # seconds on the link into each stage
-    moved[1:] = np.where(route[1:] != route[:-1], tables["transfer"], 0.0)
+    moved[1:] = np.where(route[1:] != route[:-1], costs.transfer, 0.0)
     work = problem.operations.seconds.reshape(-1, stages, batches).sum(axis=0)
     arrival = np.cumsum(moved, axis=0)
-    arrival[1:] += np.cumsum(tables["forward"], axis=0)[:-1]
+    arrival[1:] += np.cumsum(costs.forward, axis=0)[:-1]
     load = np.bincount(route.ravel(), weights=work.ravel(), minlength=problem.num_devices)
     first = np.full(problem.num_devices, np.inf)
     np.minimum.at(first, route.ravel(), arrival.ravel())
     bound = float((load + first)[np.isfinite(first)].max())
-    chain = arrival[-1] + tables["forward"][-1]
+    chain = arrival[-1] + costs.forward[-1]
     if not problem.forward_only:
-        weight = tables["backward_weight"]
-        chain = chain + moved.sum(axis=0) + tables["backward_input"].sum(axis=0)
+        weight = costs.backward_weight
+        chain = chain + moved.sum(axis=0) + costs.backward_input.sum(axis=0)
         chain = chain + (weight[0] if problem.split else weight.sum(axis=0))
     return max(bound, float(chain.max()))
 

@@ -111,8 +111,7 @@ def operations(
     stages, batches = route.shape
     kinds = 1 if forward_only else 3 if split else 2
     edges = _edges(kinds, stages, batches, tuple(map(tuple, chains)))
-    transfer = costs.arrays["transfer"].reshape(stages - 1, batches)
-    between = np.where(route[1:] != route[:-1], transfer, 0.0).ravel()
+    between = np.where(route[1:] != route[:-1], costs.transfer, 0.0).ravel()
     wire = np.zeros(len(edges.target))
     for places in edges.wired:
         wire[places] = between
@@ -190,8 +189,7 @@ def _edges(kinds: int, stages: int, batches: int, chains: tuple[tuple[int, ...],
 
 
 def _seconds(costs: OpCosts, kinds: int) -> Floats:
-    tables = costs.arrays
-    forward, first, second = (tables[n] for n in ("forward", "backward_input", "backward_weight"))
+    forward, first, second = costs.forward, costs.backward_input, costs.backward_weight
     parts = {1: [forward], 2: [forward, first + second], 3: [forward, first, second]}[kinds]
     return np.concatenate([part.ravel() for part in parts])
 
@@ -200,21 +198,22 @@ def _memory(
     costs: OpCosts, kinds: int, lead: Integers, chains: Sequence[Sequence[int]]
 ) -> tuple[Floats, Floats]:
     """Bytes that each operation takes and frees."""
-    activation = costs.arrays["activation"]
+    activation = costs.activation
     shape = (kinds, *activation.shape)
     takes, frees = np.zeros(shape), np.zeros(shape)
     if kinds > 1:
         takes[0] = activation
         frees[-1] = activation
         if chains:
-            extra = costs.arrays["chain_bytes"]
-            for chain in chains:
-                own = list(chain)
-                whole = extra[:, own].sum(axis=1)
-                takes[0][:, own] = 0.0
-                takes[0][:, own[0]] = activation[:, own].sum(axis=1) + whole
-                # The first slice's backward is the last of the chain's.
-                frees[1][:, own[0]] += whole
+            # The first slice takes for all, and its backward, the last of the chain's, frees.
+            members = np.array([m for chain in chains for m in chain])
+            whole, all_of = np.zeros_like(activation.T), np.zeros_like(activation.T)
+            np.add.at(whole, lead[members], costs.chain_bytes.T[members])
+            np.add.at(all_of, lead[members], activation.T[members])
+            first = np.unique(lead[members])
+            takes[0][:, members] = 0.0
+            takes[0][:, first] = (all_of + whole)[first].T
+            frees[1][:, first] += whole[first].T
     return takes.ravel(), frees.ravel()
 
 

@@ -10,6 +10,9 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 
+import numpy as np
+from numpy.typing import NDArray
+
 from megatron_flex.planner.plan import Plan
 from megatron_flex.schedule.costs import OpCosts
 
@@ -49,18 +52,20 @@ def route(plan: Plan, costs: OpCosts, chains: Sequence[Sequence[int]] = ()) -> R
         total[chain[0]] = sum(total[m] for m in chain)
     leads = {m: chain[0] for chain in chains for m in chain}
     alone = [m for m in range(len(total)) if leads.get(m, m) == m]
-    partitions: dict[int, tuple[int, ...]] = {}
+    lead = np.array([leads.get(m, m) for m in range(len(total))])
+    partitions: dict[int, NDArray[np.int64]] = {}
     slots: dict[int, dict[int, int]] = {}  # degree -> device -> part of the partition
     table = []
     for stage_ in plan.stages:
         degree = len(stage_.group)
         if degree not in partitions:
-            parts = dict(zip(alone, partition([total[m] for m in alone], degree), strict=True))
-            partitions[degree] = tuple(parts[leads.get(m, m)] for m in range(len(total)))
+            parts = np.zeros(len(total), dtype=np.int64)
+            parts[alone] = partition([total[m] for m in alone], degree)
+            partitions[degree] = parts[lead]
         known = slots.setdefault(degree, {})
         seats = _seats(stage_.group, known)
         known.update({device: seat for seat, device in enumerate(seats)})
-        table.append(tuple(seats[part] for part in partitions[degree]))
+        table.append(tuple(np.array(seats)[partitions[degree]].tolist()))
     return tuple(table)
 
 

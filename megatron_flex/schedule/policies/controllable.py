@@ -224,7 +224,7 @@ def order(block: Block, problem: Problem, turn: Sequence[int]) -> Orders | None:
 def _limits(part: float, problem: Problem) -> Limits:
     """A part of one pipeline's memory, and at least one micro-batch on both stages."""
     whole = pipeline_memory(problem)
-    activation = problem.costs.arrays["activation"].sum(axis=0).max()
+    activation = problem.costs.activation.sum(axis=0).max()
     memory = tuple(max(part * size, float(activation)) for size in whole)
     return Limits(Limits.none(problem).in_flight, memory)
 

@@ -150,21 +150,13 @@ def pipeline_memory(problem: Problem) -> tuple[float, ...]:
     this is the peak of 1F1B's first device.
     """
     plan, activation = problem.plan, problem.costs.activation
-    sizes = [0.0] * problem.num_devices
-    largest = [0.0] * problem.num_devices
-    whole = [[0.0] * problem.costs.num_micro_batches for _ in range(problem.num_devices)]
-    for number, stage in enumerate(plan.stages):
-        row = problem.route[number]
-        total = dict.fromkeys(stage.group, 0.0)
-        count = dict.fromkeys(stage.group, 0)
-        for micro_batch, device in enumerate(row):
-            total[device] += activation[number][micro_batch]
-            count[device] += 1
-            whole[device][micro_batch] += activation[number][micro_batch]
-        for device in stage.group:
-            if count[device]:
-                pipeline = len(plan.devices) / len(stage.group)
-                sizes[device] += pipeline * total[device] / count[device]
-    for device in plan.devices:
-        largest[device] = max(whole[device])
-    return tuple(max(a, b) for a, b in zip(sizes, largest, strict=True))
+    devices = problem.num_devices
+    sizes = np.zeros(devices)
+    whole = np.zeros((devices, problem.costs.num_micro_batches))
+    columns = np.arange(whole.shape[1])
+    for stage, row, size in zip(plan.stages, problem.route_array, activation, strict=True):
+        whole[row, columns] += size
+        total = np.bincount(row, weights=size, minlength=devices)
+        count = np.maximum(np.bincount(row, minlength=devices), 1)
+        sizes += len(plan.devices) / len(stage.group) * total / count
+    return tuple(np.maximum(sizes, whole.max(axis=1)).tolist())

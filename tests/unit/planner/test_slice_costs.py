@@ -15,6 +15,7 @@ from megatron_flex.planner.memory import chain_bytes
 from megatron_flex.planner.plan import OPlan
 from megatron_flex.planner.simulation import op_costs, static_bytes
 from megatron_flex.planner.ways import batch_of
+from megatron_flex.schedule.costs import TABLES
 from tests.unit.planner.instances_real import small_planner
 from tests.unit.planner.test_simulation import any_plan
 
@@ -36,7 +37,8 @@ def test_a_slice_s_head_runs_back_in_its_forward(seed: int, recompute: bool) -> 
         units = sorted(r.choice(range(1, costs.layers.num_units - 1), 3, replace=False).tolist())
         plan = replace(plan, o_plan=OPlan(recompute=tuple(units)))
     whole = replace(batch, chains=(), sliced=np.zeros(0))
-    found, before = (op_costs(costs, plan, b).arrays for b in (batch, whole))
+    tables = (op_costs(costs, plan, b) for b in (batch, whole))
+    found, before = ({name: getattr(t, name) for name in TABLES} for t in tables)
     names = ("forward", "backward_input", "backward_weight")
     for name in names:
         assert (found[name] >= 0).all()
@@ -60,7 +62,7 @@ def test_chains_hold_their_keys_and_values_on_every_stage(seed: int) -> None:
     costs = small_planner(4, schedule="zb").units
     plan, batch = any_plan(r, costs.layers.num_units, 4), sliced_batch(r)
     each = chain_bytes(costs.config)
-    held = op_costs(costs, plan, batch).arrays["chain_bytes"].sum()
+    held = op_costs(costs, plan, batch).chain_bytes.sum()
     total = batch.sliced.sum() * (each.keys_values + each.gradients) * costs.config.num_layers
     assert np.isclose(held, total)
     whole = replace(batch, chains=(), sliced=np.zeros(0))

@@ -5,11 +5,12 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
+import numpy as np
 from hypothesis import strategies as st
 
 from megatron_flex.model.layers import LayerList
 from megatron_flex.planner.plan import Plan, Stage
-from megatron_flex.schedule.costs import OpCosts
+from megatron_flex.schedule.costs import Floats, OpCosts
 from megatron_flex.schedule.list_scheduler import POLICIES, Schedule, build
 from megatron_flex.schedule.routing import route
 
@@ -73,11 +74,12 @@ def random_costs(rng: random.Random, stages: int, batches: int, slabs: int) -> O
     kind = rng.choice(["even", "uneven", "zeros"])
     sizes = [1.0 if kind == "even" else rng.lognormvariate(0, 0.8) for _ in range(batches)]
 
-    def table(rows: int, scale: float) -> tuple[tuple[float, ...], ...]:
+    def table(rows: int, scale: float) -> Floats:
         if kind == "even":
-            return ((scale,) * batches,) * rows
+            return np.full((rows, batches), scale)
         noise = (lambda: rng.choice([0.0, 1.0])) if kind == "zeros" else rng.random
-        return tuple(tuple(scale * s * noise() for s in sizes) for _ in range(rows))
+        found = [[scale * s * noise() for s in sizes] for _ in range(rows)]
+        return np.array(found).reshape(rows, batches)
 
     return OpCosts(
         table(stages, 1.0),

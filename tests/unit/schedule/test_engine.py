@@ -236,7 +236,7 @@ def test_costs_that_are_no_costs_are_refused() -> None:
         with pytest.raises(ValueError, match=r"costs.update"):
             OpCosts.uniform(2, 2, update=[1.0, bad])
     with pytest.raises(ValueError, match=r"costs.transfer must have 0 rows"):
-        OpCosts(((1.0,),), ((1.0,),), ((1.0,),), ((1.0,),), ((1.0,),))
+        OpCosts(*[np.ones((1, 1))] * 5)
     with pytest.raises(ValueError, match="one stage and one micro-batch"):
         OpCosts.uniform(2, 0)
 
