@@ -122,11 +122,11 @@ class Layout:
         none = [0.0] * len(b.head_forward)
 
         def table(layer: Sequence[float], head: Sequence[float]) -> Floats:
-            found = np.outer(self.stage_layers, layer)
+            found: Floats = np.outer(np.array(self.stage_layers), np.array(layer, float))
             found[last] += head
             return found
 
-        half = 0.5 * table(b.layer_backward, b.head_backward)
+        half: Floats = 0.5 * table(b.layer_backward, b.head_backward)
         return OpCosts(
             table(b.layer_forward, b.head_forward), half, half, np.zeros((last, len(none))),
             table(b.layer_activation, none),

@@ -14,7 +14,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 RUN=${RUN:-runs/demo}
 WORKERS=${WORKERS:-4}
-ITERATIONS=${ITERATIONS:-150}
+ITERATIONS=${ITERATIONS:-50}
 # A plan for every iteration, unless PLAN is a fixed one or there are other than four workers. A
 # worker may fill 60 MB, so that batches with long samples need more stages than others.
 BUDGET_GB=${BUDGET_GB:-0.06}
@@ -88,11 +88,11 @@ fi
 DATA_ARGS=(--data-path "$RUN/data/stdlib_text_document" --split "97,3,0" "${TOKENIZER_ARGS[@]}")
 EVAL_AND_LOGGING_ARGS=(
   --log-interval 10
-  --eval-interval 50
+  --eval-interval 25
   --eval-iters 2
   --save "$RUN/checkpoints"
   --load "$RUN/checkpoints"
-  --save-interval 50
+  --save-interval 25
   --keep-last-n 2
   --exit-signal-handler
   --tensorboard-dir "$RUN/tensorboard"

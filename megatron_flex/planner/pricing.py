@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+import numpy as np
+
 from megatron_flex.planner.build import Batch, ModelCosts
 from megatron_flex.planner.cost import Group, PlanCost, in_flight, saving_steps
 from megatron_flex.planner.decision import Predicted
@@ -252,8 +254,8 @@ def _exposed(
     t: Tables, groups: Sequence[Group], cost: PlanCost, parts: tuple[GroupOptimisation, ...]
 ) -> float:
     """Seconds that gradient reductions and the host add to computing, in the slowest group."""
-    drained = [0.0] * (t.num_elements + 1) if t.split else prefix(t.first_backward).tolist()
+    drained = np.zeros(t.num_elements + 1) if t.split else prefix(t.first_backward)
     return max(
-        c.tail - drained[g.chunks[0][0]] + part.swap_seconds
+        c.tail - float(drained[g.chunks[0][0]]) + part.swap_seconds
         for g, c, part in zip(groups, cost.groups, parts, strict=True)
     )

@@ -235,8 +235,9 @@ def test_costs_that_are_no_costs_are_refused() -> None:
             OpCosts.uniform(2, 2, forward=bad)
         with pytest.raises(ValueError, match=r"costs.update"):
             OpCosts.uniform(2, 2, update=[1.0, bad])
+    one = np.ones((1, 1))
     with pytest.raises(ValueError, match=r"costs.transfer must have 0 rows"):
-        OpCosts(*[np.ones((1, 1))] * 5)
+        OpCosts(one, one, one, one, one)
     with pytest.raises(ValueError, match="one stage and one micro-batch"):
         OpCosts.uniform(2, 0)
 
