@@ -119,7 +119,7 @@ def iteration_object(record: IterationRecord) -> dict[str, Any]:
 def read(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     """All complete objects of a file, in order."""
     with Path(path).open("rb") as lines:
-        objects = (_parse(line) for line in lines)
+        objects = (parse_line(line) for line in lines)
         return [o for o in objects if o is not None]
 
 
@@ -128,7 +128,7 @@ def check(path: Path) -> None:
     try_file(path, FLAG)
     if path.is_file():
         with said(path, FLAG), path.open("rb") as lines:
-            if any(_parse(line) is None and not _is_torn(line) for line in lines):
+            if any(parse_line(line) is None and not _is_torn(line) for line in lines):
                 raise not_ours(path, FLAG, "a log of iterations")
 
 
@@ -141,7 +141,9 @@ def keep_until(path: Path, iteration: int) -> str | None:
     if not path.is_file() or not path.stat().st_size:
         return None
     with path.open("rb") as lines:
-        parsed = [None if v is None else v["iteration"] <= iteration for v in map(_parse, lines)]
+        parsed = [
+            None if v is None else v["iteration"] <= iteration for v in map(parse_line, lines)
+        ]
     late = parsed.count(False)
     if iteration == 0 and late:
         return f"{FLAG}: the log of an earlier run is now {set_aside(path)}"
@@ -164,7 +166,7 @@ def _is_torn(line: bytes) -> bool:
     return rest.startswith(_BEGIN) or _BEGIN.startswith(rest)
 
 
-def _parse(line: bytes) -> dict[str, Any] | None:
+def parse_line(line: bytes) -> dict[str, Any] | None:
     """The object of a complete line of ours, else ``None``."""
     if not line.endswith(b"\n") or not line.startswith(_BEGIN):
         return None

@@ -1,0 +1,246 @@
+"""One page of HTML from runs: data, style and script in one file that needs nothing else."""
+
+from __future__ import annotations
+
+import html
+import json
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from importlib import resources
+from typing import Any
+
+from megatron_flex.planner.plan import Plan, PlanError
+from megatron_flex.report import gantt
+from megatron_flex.report.figures import (
+    PARTS,
+    Column,
+    columns,
+    conditions,
+    number,
+    summary,
+    switches,
+    worker_memory,
+)
+from megatron_flex.report.read import Record, RunData
+
+SCRIPTS = ("tools.js", "chart.js", "charts.js", "gantt.js", "tables.js", "page.js")
+DIGITS = 5
+"""Digits of a number on the page."""
+GANTTS = 60
+"""Iterations of a run that are drawn operation by operation, unless asked for more."""
+ROOM = 1_800_000
+"""Characters for them, of all runs."""
+SWITCHES = 2_000
+"""Switches that are listed, the last ones."""
+_WHOLE = {"tokens", "samples", "micro_batches", "slices", "sliced_samples", "simulations"}
+
+Progress = Callable[[Sequence[int]], Any]
+
+
+def page(
+    runs: Sequence[RunData],
+    *,
+    wanted: Sequence[int] = (),
+    gantts: int = GANTTS,
+    progress: Progress = iter,
+) -> str:
+    """The page.
+
+    Args:
+        runs: one, or several side by side.
+        wanted: iterations that are drawn operation by operation in any case.
+        gantts: how many of each run are, at most, beside them.
+        progress: goes through positions while they are drawn, such as a bar.
+    """
+    room = ROOM // len(runs)
+    found = [_run(run, wanted, gantts, room, progress) for run in runs]
+    data = {"parts": list(PARTS), "kinds": list(gantt.KINDS), "runs": found}
+    title = " and ".join(run.name for run in runs)
+    kinds = {str(run.last_run.get("kind", "training")) for run in runs}
+    what = "runs" if len(runs) > 1 else "run"
+    return _read("page.html").format(
+        title=html.escape(f"{title}: {' and '.join(sorted(kinds))} {what}"),
+        style=_read("page.css"),
+        data=json.dumps(data, separators=(",", ":"), ensure_ascii=False).replace("</", "<\\/"),
+        script="\n".join(map(_read, SCRIPTS)),
+    )
+
+
+def _read(name: str) -> str:
+    return resources.files("megatron_flex.report").joinpath(name).read_text(encoding="utf-8")
+
+
+def _run(
+    run: RunData, wanted: Sequence[int], gantts: int, room: int, progress: Progress
+) -> dict[str, Any]:
+    """All that the page knows of a run."""
+    found = columns(run)
+    changes = switches(run)
+    starts, memory = worker_memory(run.iterations)
+    about = run.last_run
+    losses = sorted(name for name in found.values if name.endswith("loss"))
+    return {
+        "name": run.name,
+        "about": {
+            name: about[name]
+            for name in ("kind", "workers", "parameters", "budget", "train_iters")
+            if name in about
+        },
+        "model": _model(about),
+        "summary": {name: rounded(value) for name, value in summary(run).items()},
+        "group": found.group,
+        "iteration": found.first,
+        "losses": losses,
+        "columns": {n: compact(v, whole=n in _WHOLE) for n, v in found.values.items()},
+        "plans": [_plan(text) for text in found.plans],
+        "plan": found.plan,
+        "actions": found.actions,
+        "action": found.action,
+        "switches": [
+            {**asdict(s), "reason": conditions(s.reason), "stall": _maybe(s.stall)}
+            for s in changes[-SWITCHES:]
+        ],
+        "validation": [
+            [v["iteration"], rounded(x)]
+            for v in run.validations
+            if v["event"] == "validation" and (x := number(v.get("lm loss"))) is not None
+        ],
+        "memory": {"starts": [run.iterations[i]["iteration"] for i in starts], "workers": memory},
+        "gantts": _gantts(run, [s.iteration for s in changes], wanted, gantts, room, progress),
+    }
+
+
+def _model(about: Record) -> str:
+    """The model in a few words, where the run says."""
+    model = about.get("setup", {}).get("model")
+    if not model:
+        return ""
+    return (
+        f"{model['architecture'].upper()}, {model['num_layers']} layers of"
+        f" {model['hidden_size']}, up to {model['max_position_embeddings']:,} tokens"
+    )
+
+
+def _plan(text: str) -> dict[str, Any]:
+    """A plan as the page draws it: ``[start, stop, workers]`` of each stage, and its text."""
+    try:
+        plan = Plan.parse(text)
+    except PlanError:
+        return {"text": text, "stages": []}
+    return {
+        "text": text,
+        "stages": [[s.start, s.stop, len(s.group)] for s in plan.stages],
+        "schedule": plan.schedule,
+        "cut": plan.cut,
+        "saves": str(plan.o_plan),
+    }
+
+
+def _gantts(
+    run: RunData,
+    changes: Sequence[int],
+    wanted: Sequence[int],
+    gantts: int,
+    room: int,
+    progress: Progress,
+) -> dict[int, str]:
+    """Iterations operation by operation, packed, until the room is used up."""
+    records = run.iterations
+    at = {r["iteration"]: i for i, r in enumerate(records)}
+    first = [at[k] for k in wanted if k in at]
+    traced = [at[k] for k in run.trace if k in at]
+    likely = gantt.chosen(records, changes, gantts)
+    some = [i for i in likely if i in set(traced)]
+    others = gantt.spread([i for i in traced if i not in set(some)], max(0, gantts - len(some)))
+    order = list(dict.fromkeys([*first, *some, *others, *likely]))[: gantts + len(first)]
+    makers = Replanners(run)
+    found: dict[int, str] = {}
+    for i in progress(order):
+        drawn = _drawn(run, i, makers)
+        if not drawn:
+            continue
+        text = gantt.encoded(drawn)
+        if len(text) <= room or i in first:
+            room -= len(text)
+            found[records[i]["iteration"]] = text
+    return dict(sorted(found.items()))
+
+
+class Replanners:
+    """Makes programs of a run's iterations again; a resumed run may have another set-up."""
+
+    def __init__(self, run: RunData) -> None:
+        self._run = run
+        self._made: dict[int, gantt.Replanner | None] = {}
+
+    def of(self, position: int) -> gantt.Replanner | None:
+        """For the iteration at a position; ``None`` where its run does not say enough."""
+        number = self._run.about[position] if self._run.about else -1
+        if number < 0 or "setup" not in self._run.runs[number]:
+            return None
+        if number not in self._made:
+            try:
+                self._made[number] = gantt.Replanner(self._run.runs[number]["setup"])
+            except (KeyError, TypeError, ValueError):  # of another release
+                self._made[number] = None
+        return self._made[number]
+
+
+def _drawn(run: RunData, position: int, makers: Replanners) -> dict[str, Any]:
+    """The courses of one iteration that there are: ``planned``, ``actual``, and its ``shares``."""
+    records = run.iterations
+    record = records[position]
+    found: dict[str, Any] = {}
+    events = run.trace.get(record["iteration"])
+    plan = None
+    if events:
+        actual = gantt.actual(events)
+        found["actual"] = actual.packed()
+        found["shares"] = {n: rounded(v) for n, v in asdict(gantt.shares(actual)).items()}
+        plan = gantt.planned_in_trace(events)
+    maker = makers.of(position)
+    if maker is not None and record.get("plan") and record.get("lengths"):
+        after = records[position + 1] if position + 1 < len(records) else {}
+        next_in_order = after.get("iteration") == record["iteration"] + 1
+        same_run = next_in_order and run.about[position] == run.about[position + 1]
+        following = str(after.get("plan") or "") if same_run else ""
+        line = run.plans.get(record["iteration"] + 1)
+        try:
+            made = maker.gantt(record, following, line)
+        except (ArithmeticError, KeyError, ValueError):
+            made = None
+        # What the trace has is what ran; what is made anew has reductions and updates as well.
+        if made is not None and (plan is None or gantt.same_operations(made, plan)):
+            plan = made
+    if plan is not None:
+        found["planned"] = plan.packed()
+    return found
+
+
+# ---- numbers -------------------------------------------------------------------------------------
+
+
+def rounded(value: float) -> float | int:
+    """A number with :data:`DIGITS` digits, as an integer where it is one."""
+    if value == 0 or not math.isfinite(value):
+        return 0
+    short = float(f"{value:.{DIGITS}g}")
+    if not math.isfinite(short):
+        return value
+    return int(short) if short == int(short) and abs(short) < 1e15 else short
+
+
+def _maybe(value: float | None) -> float | int | None:
+    return None if value is None else rounded(value)
+
+
+def compact(values: Column, *, whole: bool) -> list[float | int | None]:
+    """A column with short numbers; integers stay exact."""
+    found: list[float | int | None] = []
+    for value in values:
+        if value is not None and whole and value == int(value):
+            found.append(int(value))
+        else:
+            found.append(_maybe(value))
+    return found

@@ -1,0 +1,92 @@
+"""The page as a file: what it holds, what it weighs."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_flex.report.page import compact, page, rounded
+from megatron_flex.report.read import RunData, read_run
+from tests.unit.report.records import LAYOUTS, iteration, run_object, write_log
+from tools import report as tool
+
+
+def data_of(text: str) -> dict[str, Any]:
+    """The data of a page."""
+    match = re.search(r'<script type="application/json" id="data">(.*?)</script>', text, re.S)
+    assert match
+    found: dict[str, Any] = json.loads(match[1])
+    return found
+
+
+def test_the_page_has_the_runs_numbers_and_asks_for_nothing() -> None:
+    records = [iteration(k, plan=plan) for k, plan in enumerate(LAYOUTS, 1)]
+    records[2] |= {"reason": "A: 1 <= 2; B: no", "action": "④ fewer stages", "switch-stall": 0.5}
+    text = page([RunData("a <b> & run", records, runs=[run_object()], about=[0] * 5)])
+    assert not re.search(r"(src|href)=\"(?!data:)", text)
+    assert "http" not in text.replace("http-equiv", "")
+    assert "a &lt;b&gt; &amp; run" in text
+    (run,) = data_of(text)["runs"]
+    assert run["name"] == "a <b> & run"
+    assert run["columns"]["lm loss"] == [8, 7, 6, 5, 4]
+    assert run["columns"]["part_compute"] == [5] * 5
+    assert run["plans"][0]["stages"] == [[0, 4, 1], [4, 8, 1]]
+    assert (run["plans"][0]["schedule"], run["plans"][0]["cut"]) == ("1f1b", 64)
+    assert [s["iteration"] for s in run["switches"]] == [3, 5]
+    assert run["switches"][0]["reason"] == ["A: 1 <= 2", "B: no"]
+    assert run["memory"]["workers"] == [[2000, 1000]] * 5
+    assert run["gantts"] == {}
+
+
+def test_words_of_a_run_cannot_end_the_script() -> None:
+    records = [iteration(1, action="</script><script>alert(1)</script>")]
+    assert data_of(page([RunData("run", records)]))["runs"][0]["actions"] == [records[0]["action"]]
+
+
+@given(st.floats(allow_nan=False, allow_infinity=False, width=64))
+def test_numbers_are_short_and_near(value: float) -> None:
+    found = rounded(value)
+    assert found == pytest.approx(value, rel=1e-4, abs=1e-300)
+    assert len(json.dumps(found)) <= (18 if abs(value) < 1e308 else 24)
+
+
+def test_counts_stay_exact() -> None:
+    assert compact([1234567.0, None], whole=True) == [1234567, None]
+    assert compact([1234567.0, 0.123456789], whole=False) == [1234600, 0.12346]
+
+
+def test_ten_thousand_iterations_weigh_less_than_five_megabytes() -> None:
+    records = [
+        iteration(k, elapsed=10.0 + k / 3e4, predicted=9.0 + k / 7e4, plan=LAYOUTS[k // 7 % 5],
+                  **{"predicted-uncorrected": 1 / k, "predicted-without-slices": 2 / k,
+                     "memory-by-worker": [k * 1000 + w for w in range(64)], "switch-stall": 1 / k,
+                     "seconds-compute": 5.0 + k / 9e4, "reason": "A: because of reasons" * 9})
+        for k in range(1, 10_001)
+    ]  # fmt: skip
+    began = time.perf_counter()
+    text = page([RunData("long", records, runs=[run_object()], about=[0] * len(records))])
+    assert time.perf_counter() - began < 30
+    assert len(text.encode()) < 5e6
+
+
+def test_the_tool_writes_beside_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("one", "two"):
+        write_log(tmp_path / name / "log.jsonl", [run_object(), iteration(1), iteration(2)])
+    assert tool.main([str(tmp_path / "one")]) == 0
+    assert capsys.readouterr().out.startswith(str(tmp_path / "one" / "report.html"))
+    both = tmp_path / "new" / "both.html"
+    runs = [str(tmp_path / "one"), str(tmp_path / "two")]
+    assert tool.main([*runs, "--output", str(both), "--names", "x", "y"]) == 0
+    assert [r["name"] for r in data_of(both.read_text())["runs"]] == ["x", "y"]
+    assert tool.main([*runs, "--names", "x"]) == 1
+    assert "there are 1 --names for 2 runs: give one each" in capsys.readouterr().err
+    assert not list(tmp_path.rglob(".*"))
+    read = read_run([tmp_path / "one"])
+    assert len(read.iterations) == 2
