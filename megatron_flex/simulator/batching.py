@@ -79,7 +79,11 @@ class ByCut:
 
 @dataclass(frozen=True)
 class ByDynaPipe:
-    """DynaPipe's dynamic programming, without and with recompute."""
+    """DynaPipe's dynamic programming; where nothing else fits, for stages that recompute all.
+
+    Its estimate takes replicas for balanced, and a pipeline for full. So runs that leave each
+    replica at least 1, 2 and 4 are tried, too.
+    """
 
     name: str = "DynaPipe"
 
@@ -87,17 +91,21 @@ class ByDynaPipe:
         """See :class:`Batching`."""
         found: dict[tuple[Padded, ...], None] = {}
         for again in (False, True):
-            try:
-                parts = dynapipe.micro_batches(
-                    lengths,
-                    _stage_time(costs, plan, again),
-                    stages=len(plan.stages),
-                    replicas=plan.degrees[0],
-                    most_tokens=_most_tokens(costs, plan, again),
-                )
-            except DataError:
-                continue
-            found.update(dict.fromkeys(_orders(parts)))
+            if found:
+                break
+            for rounds in (0, 1, 2, 4):
+                try:
+                    parts = dynapipe.micro_batches(
+                        lengths,
+                        _stage_time(costs, plan, again),
+                        stages=len(plan.stages),
+                        replicas=plan.degrees[0],
+                        most_tokens=_most_tokens(costs, plan, again),
+                        parts=rounds * plan.degrees[0],
+                    )
+                except DataError:
+                    continue
+                found.update(dict.fromkeys(_orders(parts)))
         return tuple(map(batch_of_padded, found))
 
 

@@ -47,8 +47,15 @@ def micro_batches(
     stages: int,
     replicas: int,
     most_tokens: float = np.inf,
+    parts: float = 0.0,
 ) -> tuple[Padded, ...]:
     """The runs that take least time, from the shortest samples on.
+
+    Args:
+        most_tokens: padded tokens of a run.
+        parts: no run takes longer than all samples, each alone, divided by so many; but for samples
+            that do alone. Where there are replicas, the time above takes them for balanced, which
+            needs enough runs. 0: as long as may be.
 
     Raises:
         DataError: a sample alone has more than ``most_tokens``.
@@ -66,6 +73,10 @@ def micro_batches(
     tokens = sizes * ascending[None, :]
     times = seconds.of(tokens, tokens * ascending[None, :])
     times = np.where((sizes < 1) | (tokens > most_tokens), np.inf, times)
+    if parts:
+        alone = np.diagonal(times)
+        longest = max(float(alone.max()), float(alone.sum()) / parts)
+        times = np.where(times > longest * (1 + 1e-12), np.inf, times)
     best, cuts = np.inf, [0, count]
     for bound in _bounds(times):
         if (stages - 1) * bound >= best:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from megatron_flex.data.cut import Cut
@@ -12,6 +12,7 @@ from megatron_flex.simulator.context import ContextRunner, Shared
 from megatron_flex.simulator.setting import Setting
 from megatron_flex.simulator.sources import Lengths
 from megatron_flex.simulator.static import Runner, Variant
+from megatron_flex.simulator.tensor import TensorRunner, divides
 
 ZERO_BUBBLE = ("zb-h1", "zb-h2", "zb-v")
 LEAST_BUDGET = 512
@@ -128,12 +129,28 @@ def _seq1f1b(setting: Setting, sample: Sequence[Lengths]) -> list[Runner]:
 
 def _context(setting: Setting, sample: Sequence[Lengths]) -> list[Runner]:
     found: list[Runner] = []
-    degree = 1
-    while setting.cluster.devices_per_server % degree == 0:
+    for degree in _degrees(setting):
         for budget in budgets(sample):
             rule = Shared(Cut(budget, cost=setting.cost), degree)
             found.append(ContextRunner(setting, Variant("1f1b", rule), degree))
-        degree *= 2
+    return found
+
+
+def _degrees(setting: Setting) -> list[int]:
+    """Numbers of devices of a server that may work as one: powers of two."""
+    most = setting.cluster.devices_per_server
+    return [1 << k for k in range(most.bit_length()) if most % (1 << k) == 0]
+
+
+def _tensor(setting: Setting, sample: Sequence[Lengths]) -> list[Runner]:
+    found: list[Runner] = []
+    for degree in _degrees(setting):
+        if not divides(setting.config, degree):
+            continue
+        for schedule in ("1f1b", "interleaved", "zb-h1", "zb-v"):
+            for budget in budgets(sample):
+                rule = replace(_whole(setting, budget), name=f"{budget} tokens over {degree}")
+                found.append(TensorRunner(setting, Variant(schedule, rule), degree))
     return found
 
 
@@ -159,6 +176,7 @@ STATIC: dict[str, Static] = {
     "dynapipe": Static("DynaPipe's micro-batches for every batch; 1f1b", _dynapipe),
     "seq1f1b": Static("slices of equal cost, always the same target; seq1f1b", _seq1f1b),
     "context-parallel": Static("packed, ring attention inside a server; 1f1b", _context),
+    "tensor-parallel": Static("packed, layers shared inside a server; 1f1b to zb-v", _tensor),
     "static-slices": Static("one plan with slices, cut as suits each batch", _static_slices),
 }
 

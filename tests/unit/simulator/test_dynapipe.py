@@ -69,3 +69,12 @@ def test_what_does_not_fit_is_said() -> None:
 def test_long_samples_are_alone_and_short_ones_together() -> None:
     parts = micro_batches([4000, 20, 25, 30, 22], SECONDS, stages=4, replicas=1)
     assert parts == (Padded(4, 30), Padded(1, 4000))
+
+
+@given(st.lists(st.integers(1, 3000), min_size=1, max_size=30), st.integers(1, 6))
+def test_runs_are_enough_for_all_replicas(lengths: list[int], parts: int) -> None:
+    found = micro_batches(lengths, SECONDS, stages=1, replicas=parts, parts=parts)
+    alone = [_score((Padded(1, n),), SECONDS, 2, 1) / 2 for n in lengths]
+    most = max(max(alone), sum(alone) / parts)
+    assert all(_score((p,), SECONDS, 2, 1) / 2 <= most * (1 + 1e-9) for p in found)
+    assert sum(p.count for p in found) == len(lengths)
