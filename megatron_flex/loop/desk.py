@@ -77,8 +77,15 @@ class Desk:
             self._asked.popitem(last=False)
 
     def answer(self, iteration: int) -> Answer | None:
-        """The answer for ``iteration``, if it comes in time; older ones are passed over."""
-        self._listen(lambda: iteration in self._answers, f"iteration {iteration + 1}")
+        """The answer for ``iteration``, or the first one, if they come in time.
+
+        Older ones are passed over.
+        """
+
+        def enough() -> bool:
+            return iteration in self._answers and not self._answers[iteration].first
+
+        self._listen(enough, f"iteration {iteration + 1}")
         return self._answers.pop(iteration, None)
 
     def package(self, task: Task, *, patient: bool = False) -> Package:
@@ -121,7 +128,10 @@ class Desk:
             if reply is None:
                 if self._process is not None and timeout > 0.0:
                     self._stalled = True
-                    self._warn(f"the planner is late for {what}")
+                    self._warn(
+                        f"the planner is late for {what} (it shares its core with workers, or"
+                        " searches long: --flexpipe-simulations)"
+                    )
                 return
             self._heard, self._stalled = True, False
             if isinstance(reply, Answer):

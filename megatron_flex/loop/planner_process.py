@@ -78,8 +78,8 @@ class PlannerProcess:
         if reply is None:
             self._replies.put(None)  # for who asks again
             raise self._gone()
-        # A question's programs come on top of its answer.
-        if isinstance(reply, Answer) or reply.asked:
+        # A question's programs, and a first answer, come on top of its answer.
+        if not reply.first if isinstance(reply, Answer) else reply.asked:
             self._unanswered -= 1
         return reply
 

@@ -39,6 +39,8 @@ MAX_CANDIDATES = 32
 FEW_CANDIDATES = 12
 """Where plans are known that were good for earlier batches."""
 NOTHING = Pool.empty()
+FIRST = 4
+"""Simulations of a first answer, of plans that are known to be good."""
 _Reached = tuple[float, float, float, tuple[Candidate, ...]]
 
 
@@ -64,6 +66,14 @@ class Path:
     def seconds(self) -> float:
         """All of it."""
         return self.iterations + self.switches + self.terminal
+
+
+@dataclass(frozen=True)
+class Prospect:
+    """What is found before any simulation: plans for the first batch, and the best path."""
+
+    own: tuple[Candidate, ...]
+    path: Path | None
 
 
 class Lookahead:
@@ -119,16 +129,60 @@ class Lookahead:
         count: int | None = None,
     ) -> tuple[Decision, Pool]:
         """:meth:`decide_with`, with finders that the caller keeps from window to window."""
+        return self.decide_in(self.prospect(finders, running, pool, count), finders, running, pool,
+                              count)  # fmt: skip
+
+    def prospect(
+        self,
+        finders: Sequence[Finder],
+        running: Running | None,
+        pool: Pool,
+        count: int | None = None,
+    ) -> Prospect:
+        """What a decision begins with; arguments as :meth:`decide_with`'s."""
         count = self.planner.options.simulations if count is None else count
-        own = list(finders[0].searched(running))
-        path = self.best_path(finders, running, own, pool if count != 0 else Pool.empty())
+        own = tuple(finders[0].searched(running))
+        known = pool if count != 0 else NOTHING
+        return Prospect(own, self.best_path(finders, running, own, known))
+
+    def first(
+        self, finder: Finder, running: Running | None, pool: Pool, count: int = FIRST
+    ) -> tuple[Decision, Pool] | None:
+        """A decision in ``count`` simulations, and the pool after it; nothing is searched.
+
+        It is between the static plan, the running one and those that were best of late, and looks
+        no further than the iteration, the switch to it and that back to the static plan. ``None``
+        at the start, and where static and running plan do not fit.
+        """
+        if running is None or not pool.records:
+            return None
+        static = finder.best_of(self.static, running, "static")
+        found = [static, finder.best_of(running.plan, running, "current")]
+        if not any(c.price.fits for c in found):
+            return None
+        known = ((plan, min(way, len(finder.pricers) - 1)) for plan, way in pool.entries)
+        own = ((Plan(c.plan.stages), c.micro_batching) for c in found)
+        back = Back(self, running)
+        return self.planner.search(finder, found, running, pool, count, back, starts=(*own, *known))
+
+    def decide_in(
+        self,
+        prospect: Prospect,
+        finders: Sequence[Finder],
+        running: Running | None,
+        pool: Pool,
+        count: int | None = None,
+    ) -> tuple[Decision, Pool]:
+        """:meth:`decide_among`, with what :meth:`prospect` has found for the same."""
+        count = self.planner.options.simulations if count is None else count
+        path = prospect.path
         if path is None:  # the last word is the planner's
             return self.planner.choose(finders[0], [], running), pool
         first = path.plans[0]
         found = [first]
         if running is not None:
             found.append(finders[0].best_of(running.plan, running, "current"))
-        found += own
+        found += prospect.own
         if count == 0:
             return self.planner.choose(finders[0], found, running, settled=first), pool
         ahead = Ahead(self, finders, running, path)
@@ -271,34 +325,17 @@ class Lookahead:
         return layers
 
 
-class Ahead:
-    """What a plan for the first batch of a window costs besides its own iteration.
+class Back:
+    """What a plan costs besides its iteration: the switch to it, and that back to the static plan.
 
-    The switch to it, and the least of three ways on: it stays for the window, the next batch joins
-    the best path, or the next batch is back on the static plan. Then the way back from the last
-    plan to the static one. Later iterations are priced by the closed form, and count with what they
-    take more than the least that is known of.
-
-    A plan may be chosen only where its iteration, the switch to it and that back to the static plan
-    are no more than the static plan's iteration with the switch to that: so, whatever the window
-    hopes for, the sum over a run stays at or below the static plan's.
+    A plan may be chosen only where all of that is no more than the static plan's iteration with the
+    switch to that: so, whatever comes, the sum over a run stays at or below the static plan's.
     """
 
-    def __init__(
-        self,
-        lookahead: Lookahead,
-        finders: Sequence[Finder],
-        running: Running | None,
-        path: Path,
-    ) -> None:
+    def __init__(self, lookahead: Lookahead, running: Running | None) -> None:
         self._lookahead = lookahead
-        self._finders = finders
         self._running = running
-        self._path = path
-        self._length = len(path.plans)
-        self._static = self._later(lookahead.static)
         self._bar = math.inf
-        self._known: dict[Entry, float] = {}
         self._there: dict[tuple[Stage, ...], float] = {}
 
     def least(self, plan: Plan) -> float:
@@ -311,10 +348,7 @@ class Ahead:
 
     def of(self, candidate: Candidate) -> float:
         """All of it."""
-        entry = Plan(candidate.plan.stages), candidate.micro_batching
-        if entry not in self._known:
-            self._known[entry] = self.least(candidate.plan) + self._on(candidate)
-        return self._known[entry]
+        return self.least(candidate.plan) + self._back(candidate)
 
     def allows(self, candidate: Candidate, seconds: float) -> bool:
         """Whether it keeps the run at or below the static plan; that itself sets the bar."""
@@ -323,8 +357,42 @@ class Ahead:
         if candidate.plan.stages == static.stages:
             self._bar = min(self._bar, own)
             return True
-        back = self._lookahead.edge(self._lookahead.running_of(candidate), static)
-        return own + back <= self._bar
+        return own + self._back(candidate) <= self._bar
+
+    def _back(self, candidate: Candidate) -> float:
+        lookahead = self._lookahead
+        return lookahead.edge(lookahead.running_of(candidate), lookahead.static)
+
+
+class Ahead(Back):
+    """The same in view of the window's other batches.
+
+    After the switch to a plan there are three ways on: it stays for the window, the next batch
+    joins the best path, or the next batch is back on the static plan. Then the way back from the
+    last plan to the static one. Later iterations are priced by the closed form, and count with what
+    they take more than the least that is known of.
+    """
+
+    def __init__(
+        self,
+        lookahead: Lookahead,
+        finders: Sequence[Finder],
+        running: Running | None,
+        path: Path,
+    ) -> None:
+        super().__init__(lookahead, running)
+        self._finders = finders
+        self._path = path
+        self._length = len(path.plans)
+        self._static = self._later(lookahead.static)
+        self._known: dict[Entry, float] = {}
+
+    def of(self, candidate: Candidate) -> float:
+        """All of it."""
+        entry = Plan(candidate.plan.stages), candidate.micro_batching
+        if entry not in self._known:
+            self._known[entry] = self.least(candidate.plan) + self._on(candidate)
+        return self._known[entry]
 
     def _later(self, plan: Plan) -> tuple[Candidate, ...]:
         """A plan for the later batches of the window, each cut as suits it best."""

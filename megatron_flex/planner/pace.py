@@ -13,7 +13,7 @@ WEIGHT = 0.2
 
 
 class Pace:
-    """Counts how many simulations a second there are in decisions.
+    """Measures how long decisions take: what comes before any simulation, and one of these.
 
     What it says depends on clocks. So the number that a decision took is recorded with it, and a
     decision is repeated with that.
@@ -21,12 +21,15 @@ class Pace:
 
     def __init__(self) -> None:
         self.rate = START
+        self.before = 0.0
 
-    def took(self, simulations: int, seconds: float) -> None:
-        """A decision took so many simulations and seconds."""
-        if simulations > 1 and seconds > 0.0:
-            self.rate += WEIGHT * (simulations / seconds - self.rate)
+    def took(self, simulations: int, seconds: float, before: float = 0.0) -> None:
+        """A decision took so many simulations, ``seconds`` in all, ``before`` them."""
+        if simulations > 1 and seconds > before:
+            self.rate += WEIGHT * (simulations / (seconds - before) - self.rate)
+            self.before += WEIGHT * (before - self.before)
 
     def simulations(self, iteration: float) -> int:
         """How many fit into the part of an iteration of so many seconds."""
-        return round(min(max(PART * iteration * self.rate, LEAST), MOST))
+        room = PART * iteration - self.before
+        return round(min(max(room * self.rate, LEAST), MOST))

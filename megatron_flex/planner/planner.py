@@ -212,6 +212,7 @@ class Planner:
         count: int | None = None,
         beyond: Beyond | None = None,
         first: Sequence[Plan] = (),
+        starts: Sequence[Entry] = (),
     ) -> tuple[Decision, Pool]:
         """The best plan that a search by simulation finds, and the pool after it.
 
@@ -222,6 +223,7 @@ class Planner:
             count: simulations; default what the options say.
             beyond: what a plan costs besides its iteration; default the switch to it.
             first: plans that are tried before all others, cut in every way.
+            starts: with them nothing else is tried but moves from them.
         """
         count = self.options.simulations if count is None else count
         count = DEFAULT_SIMULATIONS if count is None else count
@@ -251,7 +253,7 @@ class Planner:
             beyond = Switching(finder, running, margin)
         tried = trials(beyond or Switching(finder, running, 0.0))
         ways = range(len(finder.pricers))
-        starts = itertools.chain(
+        entries = itertools.chain(
             ((plan, way) for plan in first for way in ways),
             () if own is None else (own,),
             _in_turn(
@@ -262,7 +264,7 @@ class Planner:
         )
         result = search(
             lambda entry, stop: stay if stay and entry == own else tried(entry, stop),
-            starts,
+            starts or entries,
             partial(
                 moves_of,
                 self.elements,

@@ -4,13 +4,13 @@
 
 Messages are framed as :mod:`frames` says. The first sets it up (:class:`Setup`); each further one
 is a :class:`Question` (which plan comes next?) or a :class:`Task` (what do the devices do in this
-iteration?). A question about a running iteration is answered by up to three messages: the program
-with which that iteration keeps its plan, the :class:`Answer`, and before it, where the plan
-changes, the program that switches. What it remembers is a function of the
-questions so far: plans that were good (:mod:`pool`), and the running correction of its predictions,
-which travels in the answers. How many simulations a decision took, which may depend on clocks, is
-part of the decision, and a question may ask for as many. A process, not a thread: a busy Python
-thread slows a worker down.
+iteration?). A question about a running iteration is answered by up to four messages: the program
+with which that iteration keeps its plan, a first :class:`Answer`, which is there soon, the
+:class:`Answer`, and before it, where the plan changes, the program that switches.
+What it remembers is a function of the questions so far: plans that were good (:mod:`pool`), and the
+running correction of its predictions, which travels in the answers. How many simulations a decision
+took, which may depend on clocks, is part of the decision, and a question may ask for as many. A
+process, not a thread: a busy Python thread slows a worker down.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from megatron_flex.planner.decision import Decision, Infeasible
 from megatron_flex.planner.exhaustive import exhaustive
 from megatron_flex.planner.hbsa import Hbsa
 from megatron_flex.planner.limits import MARGIN
-from megatron_flex.planner.lookahead import Lookahead
+from megatron_flex.planner.lookahead import FIRST, Lookahead
 from megatron_flex.planner.maker import Made
 from megatron_flex.planner.options import PlannerOptions
 from megatron_flex.planner.pace import Pace
@@ -181,7 +181,7 @@ class Answer:
     ``factor``: measured over predicted time of late; predictions times it are the best guess.
     ``problem``: no plan fits, in words; else empty.
     ``whole``: predicted seconds of the same plan with whole samples, where some are cut to slices;
-    else 0.
+    else 0. ``first``: a better one is on its way, which need not be waited for.
     """
 
     iteration: int
@@ -190,11 +190,13 @@ class Answer:
     problem: str = ""
     late: tuple[tuple[int, int], ...] = ()
     whole: float = 0.0
+    first: bool = False
 
     def to_json(self) -> dict[str, Any]:
         """As a message."""
         return {
             "answer": {
+                "first": self.first,
                 "whole": self.whole,
                 "iteration": self.iteration,
                 "decision": None if self.decision is None else self.decision.to_json(),
@@ -212,7 +214,8 @@ class Answer:
         decision = None if text is None else Decision.from_json(text)
         late = tuple((slab, device) for slab, device in data["late"])
         factor, problem, whole = data["factor"], data["problem"], data["whole"]
-        return cls(data["iteration"], decision, factor, problem, late, whole)
+        first = data["first"]
+        return cls(data["iteration"], decision, factor, problem, late, whole, first)
 
 
 @dataclass(frozen=True)
@@ -269,6 +272,7 @@ class Service:
         self._ratios: deque[float] = deque(maxlen=REMEMBERED)
         self._memory: deque[float] = deque(maxlen=REMEMBERED)
         self._pace = Pace()
+        self._before = 0.0  # seconds of the latest decision before its simulations
         self._pool = Pool.empty()
         self._plan_with(1.0)
 
@@ -311,14 +315,31 @@ class Service:
         except (Infeasible, PlanError) as error:
             problem = f"{error}{self._budget_advice(error, question)}"
             return Answer(question.iteration, None, self.factor, problem)
-        self._pace.took(decision.simulations, time.perf_counter() - began)
-        late: tuple[tuple[int, int], ...] = ()
-        if running is not None:
-            moves = switch(self.planner.units, running, decision.plan).moves
-            pairs = ((m.slab, m.device) for m in moves if m.way is Way.HAND_OVER)
-            late = tuple(sorted(pairs))
+        self._pace.took(decision.simulations, time.perf_counter() - began, self._before)
+        late = self._late(running, decision.plan)
         whole = self._whole(decision.plan, question.window[0])
         return Answer(question.iteration, decision, self.factor, late=late, whole=whole)
+
+    def first(self, question: Question) -> Answer | None:
+        """Decide soon, between plans that are known to be good; ``None`` where none is known."""
+        if self._setup.options.planner != "lookahead" or not question.window:
+            return None
+        running = self._running(question)
+        count = self._count(question, running)
+        if count is not None and count <= FIRST:
+            return None  # the whole decision is as soon
+        found = self._lookahead.first(self._window(question.window)[0], running, self._pool)
+        if found is None:
+            return None
+        decision, _ = found
+        late = self._late(running, decision.plan)
+        return Answer(question.iteration, decision, self.factor, late=late, first=True)
+
+    def _late(self, running: Running | None, plan: Plan) -> tuple[tuple[int, int], ...]:
+        if running is None:
+            return ()
+        moves = switch(self.planner.units, running, plan).moves
+        return tuple(sorted((m.slab, m.device) for m in moves if m.way is Way.HAND_OVER))
 
     def _whole(self, plan: Plan, lengths: tuple[int, ...]) -> float:
         """Seconds of a plan without slices, where its batch has some; else 0."""
@@ -339,6 +360,8 @@ class Service:
             return
         keep = question.keep
         yield replace(self.done(keep), asked=False)
+        if (first := self.first(question)) is not None:
+            yield first
         answer = self.answer(question)
         if answer.decision is not None:
             plan = answer.decision.plan
@@ -389,11 +412,7 @@ class Service:
 
     def _decided(self, question: Question) -> tuple[Decision, Running | None]:
         while True:
-            running = None
-            if question.running is not None:
-                plan = Plan.parse(question.running)
-                batch = batch_of(self._setup.cut, question.running_lengths, plan.cut)
-                running = self.planner.running(plan, batch)
+            running = self._running(question)
             finders = self._window(question.window)
             try:
                 return self._decide(finders, running, self._count(question, running)), running
@@ -401,6 +420,13 @@ class Service:
                 if self._memory_factor == 1.0:
                     raise
                 self._plan_with(1.0)  # better over the smaller budget than not at all
+
+    def _running(self, question: Question) -> Running | None:
+        if question.running is None:
+            return None
+        plan = Plan.parse(question.running)
+        batch = batch_of(self._setup.cut, question.running_lengths, plan.cut)
+        return self.planner.running(plan, batch)
 
     def _window(self, window: Sequence[tuple[int, ...]]) -> list[Finder]:
         """Finders of coming batches; those of the window before it are still known."""
@@ -447,7 +473,7 @@ class Service:
     def _decide(
         self, finders: list[Finder], running: Running | None, count: int | None
     ) -> Decision:
-        name = self._setup.options.planner
+        name, self._before = self._setup.options.planner, 0.0
         batches = [pricer.batch for pricer in finders[0].pricers]
         if name == "hbsa":
             # The paper's algorithm is for one way of cutting.
@@ -476,7 +502,16 @@ class Service:
                 exact = self._setup.options.exact_memory
                 raise finder.infeasible(candidate.price if exact else None)
             return self.planner.choose(finder, [candidate], running, settled=candidate)
-        decision, self._pool = self._lookahead.decide_among(finders, running, self._pool, count)
+        ahead, pool = self._lookahead, self._pool
+        if count is not None and 0 < count <= FIRST:
+            first = ahead.first(finders[0], running, pool, count)
+            if first is not None:
+                decision, self._pool = first
+                return decision
+        began = time.perf_counter()
+        prospect = ahead.prospect(finders, running, pool, count)
+        self._before = time.perf_counter() - began
+        decision, self._pool = ahead.decide_in(prospect, finders, running, pool, count)
         return decision
 
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
 from megatron_flex.loop.desk import Desk
 from megatron_flex.planner.plan import PlanError
-from megatron_flex.planner.service import Task
+from megatron_flex.planner.service import Question, Task
 from tests.unit.planner.test_service import LONG, SETUP, SHORT
 
 PLAN = "0:5@0,1 | 5:10@2,3"
@@ -56,6 +57,22 @@ def test_a_process_that_is_gone_or_stopped_is_done_without(
         assert desk.package(task).name == name
     assert desk.missed
     assert "the first worker goes on without it" in capfd.readouterr().err
+
+
+def test_a_first_answer_does_where_the_whole_one_is_late(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = desk.deputy.answer(Question(0, (SHORT,)))
+    first = replace(whole, iteration=1, first=True)
+    replies = [replace(whole, iteration=0), first, None]
+    process = desk._process
+    assert process is not None
+    monkeypatch.setattr(process, "take", lambda timeout: replies.pop(0))
+    assert desk.answer(1) == first
+    assert desk.missed == 1
+    replies += [first, replace(whole, iteration=1)]
+    assert desk.answer(1) == replace(whole, iteration=1)
+    assert desk.missed == 1
 
 
 def test_replies_that_nobody_waits_for_do_not_stop_it(desk: Desk) -> None:

@@ -17,6 +17,7 @@ from megatron_flex.data.microbatches import CostCoefficients
 from megatron_flex.loop.planner_process import PlannerGoneError, PlannerProcess
 from megatron_flex.model.config import ModelConfig
 from megatron_flex.planner import frames
+from megatron_flex.planner.lookahead import FIRST
 from megatron_flex.planner.options import PlannerName, PlannerOptions
 from megatron_flex.planner.plan import Plan
 from megatron_flex.planner.service import Answer, Question, Service, Setup, serve
@@ -42,6 +43,7 @@ SETUP = Setup(
     Cut(512, cost=CostCoefficients(1.0, 1e-4)),
     "0:10@0,1,2,3",
 )
+SIMULATING = replace(SETUP, options=replace(OPTIONS, simulations=30))
 SHORT, LONG = (20, 60, 100, 30, 80, 50, 40, 90), (20, 60, 3000, 30, 80, 50, 40, 90)
 
 
@@ -144,6 +146,39 @@ def test_the_service_answers_one_by_one() -> None:
     answers = [Answer.from_json(data) for data, _ in iter(lambda: frames.read(out), None)]
     assert [a.iteration for a in answers] == [0, 1, 2]
     assert answers[0] == Service(SETUP).answer(questions[0])
+
+
+def test_a_first_answer_comes_before_the_whole_one_and_costs_it_nothing() -> None:
+    both, alone = Service(SIMULATING), Service(SIMULATING)
+    assert both.first(Question(0, (SHORT,))) is None  # nothing is known yet
+    plan: str | None = None
+    running: tuple[int, ...] = ()
+    for iteration, lengths in enumerate((SHORT, LONG, SHORT, LONG)):
+        name = f"train {iteration - 1}" if plan else ""
+        question = Question(iteration, (lengths,), plan, running, name=name)
+        *_, whole = replies = list(both.replies(question))
+        assert whole == alone.answer(question)
+        assert isinstance(whole, Answer)
+        assert whole.decision is not None
+        firsts = [r for r in replies if isinstance(r, Answer) and r.first]
+        assert len(firsts) == int(iteration > 0)
+        for first in firsts:
+            assert Answer.from_json(first.to_json()) == first
+            assert first.iteration == iteration
+            assert first.decision is not None
+            assert first.decision.simulations <= FIRST < whole.decision.simulations
+        plan, running = str(whole.decision.plan), lengths
+
+
+def test_as_few_simulations_are_a_first_answer() -> None:
+    service = Service(SIMULATING)
+    start = service.answer(Question(0, (SHORT,)))
+    assert start.decision is not None
+    question = Question(1, (LONG,), str(start.decision.plan), SHORT)
+    first = service.first(question)
+    assert first is not None
+    few = service.answer(replace(question, simulations=FIRST))
+    assert replace(first, first=False, whole=few.whole) == few
 
 
 @pytest.fixture
