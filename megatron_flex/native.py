@@ -12,10 +12,15 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[np.float64] | NDArray[np.int64] | NDArray[np.uint64]
 
 LIBRARY = Path(__file__).with_name("libmegatron_flex.so")
 
@@ -92,6 +97,10 @@ SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
         _LONG,
         [_POINTER, _POINTER, _LONG, _LONG, _LONG, _LONG, _POINTER, _POINTER, _POINTER],
     ),
+    # program_emit.cpp, program_footprint.cpp, program_validate.cpp
+    "mflex_program_emit": (None, [_POINTER]),
+    "mflex_program_footprint": (None, [_POINTER, _LONG, _LONG]),
+    "mflex_program_validate": (_LONG, [_POINTER, _POINTER]),
     # swiglu.cpp
     "mflex_swiglu": (None, [_POINTER, _POINTER, _LONG, _LONG, _INT, _POINTER, _INT]),
     # schedule.cpp
@@ -129,6 +138,22 @@ SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     ),
     "mflex_cuda_error_text": (ctypes.c_char_p, [_INT]),
 }
+
+
+def structure(integers: str = "", doubles: str = "", arrays: str = "") -> type[ctypes.Structure]:
+    """A structure of native code; names are separated by spaces, all fields are eight bytes."""
+    fields: list[tuple[str, Any]] = [(name, _LONG) for name in integers.split()]
+    fields += [(name, _DOUBLE) for name in doubles.split()]
+    fields += [(name, _POINTER) for name in arrays.split()]
+    return type("Structure", (ctypes.Structure,), {"_fields_": fields})
+
+
+def pointers(arrays: Mapping[str, Array]) -> dict[str, int]:
+    """Addresses of contiguous arrays, for a :func:`structure`: keep the arrays while it is used."""
+    for name, array in arrays.items():
+        if not array.flags.c_contiguous or array.itemsize != 8:
+            raise ValueError(f"'{name}' must be a contiguous array of numbers of eight bytes")
+    return {name: array.ctypes.data for name, array in arrays.items()}
 
 
 class NativeError(RuntimeError):

@@ -1,5 +1,8 @@
 """Peak bytes of a program on each device, found by going through its instructions.
 
+The going through is native (``kernels/src/program_footprint.cpp``); the tests have it in Python.
+What slabs and passes take is worked out here.
+
 The memory model of the searches (:mod:`megatron_flex.planner.cost`) is a bound: the largest
 micro-batches together. Here is what an iteration takes as it is executed: which micro-batches are
 in flight at every instruction, what each keeps, what the running pass needs, posted and unsent
@@ -9,17 +12,18 @@ is not among them.
 
 from __future__ import annotations
 
-from collections import Counter, deque
+import ctypes
 from collections.abc import Mapping, Sequence, Set
 from functools import cached_property
 
+import numpy as np
+
 from megatron_flex.model.config import ModelConfig
 from megatron_flex.model.layers import Kind
+from megatron_flex.native import Array, function, pointers, structure
 from megatron_flex.planner.levels import (
     SlicePasses,
     StagePasses,
-    highest,
-    highest_slice,
     rotary_bytes,
     slice_stage,
     stage_passes,
@@ -31,33 +35,24 @@ from megatron_flex.planner.memory import (
     slab_elements,
     state_bytes,
 )
-from megatron_flex.planner.passes import Passes, passes, slice_passes
+from megatron_flex.planner.passes import Level, Passes, passes, slice_passes
 from megatron_flex.planner.plan import OPlan, Plan, Stage
-from megatron_flex.schedule.instructions import (
-    Backward,
-    BackwardInput,
-    BackwardWeight,
-    Compute,
-    Drop,
-    Forward,
-    GlobalNorm,
-    Instruction,
-    Program,
-    Recut,
-    RecvActivation,
-    RecvGradient,
-    RecvState,
-    SendActivation,
-    SendGradient,
-    SendState,
-    Transfer,
-    UpdateOrSkip,
-)
-from megatron_flex.schedule.residency import POSTED, WINDOW, travels
+from megatron_flex.schedule.compact import Lists, rows
+from megatron_flex.schedule.instructions import Program
+from megatron_flex.schedule.residency import POSTED, WINDOW
 from megatron_flex.schedule.shards import Range, cuts, sharded_slabs, share
 from megatron_flex.schedule.slabs import slab_holders
 
+_Problem = structure(
+    "devices stages batches slabs chains posted window",
+    "boundary keys_values gradients tables",
+    "words word_offset tokens sliced chain chain_ends chain_tokens moves pass line_offset line"
+    " slice slice_offset slice_line weight_offset weight_line held held_offset held_slab held_bytes"
+    " offloaded joined swap recut_offset recut_slab recut peak",
+)
+"""``mflex_footprint_problem`` of ``kernels/src/program_footprint.cpp``, field by field."""
 _REMEMBERED = 4096  # stages
+_PLANS = 4
 
 
 class Footprint:
@@ -85,8 +80,7 @@ class Footprint:
         self._slice_passes = {**self._passes, Kind.ATTENTION: slice_passes(config)}
         self.chains: ChainBytes = chain_bytes(config)
         self._tables = rotary_bytes(config)
-        # Of the last plan: holders of every slab, and which are sharded.
-        self._holders: tuple[Plan, tuple[tuple[int, ...], ...], frozenset[int]] | None = None
+        self._helds: dict[Plan, dict[int, dict[int, float]]] = {}  # of the last plans
 
     # ---- slabs -------------------------------------------------------------------------------
 
@@ -130,21 +124,27 @@ class Footprint:
         """Bytes of all slabs that a device holds under ``plan``."""
         return sum(self._held(plan, device).values()) + self._twice_tied(plan, device)
 
-    def _held(self, plan: Plan, device: int) -> dict[int, float]:
-        """Bytes of each slab that a device holds under ``plan``."""
-        if self._holders is None or self._holders[0] != plan:
-            holders = slab_holders(plan, self._layers)
-            sharded = sharded_slabs(plan, self._layers)
-            self._holders = (plan, holders, sharded)
-        _, holders, sharded = self._holders
-        away = plan.o_plan.optimizer
-        found = {}
-        for slab, group in enumerate(holders):
-            if device in group:
-                part = None
+    def _held(self, plan: Plan, device: int) -> Mapping[int, float]:
+        """Bytes of each slab that a device holds under ``plan``, in their order."""
+        return self._all_held(plan).get(device, {})
+
+    def _all_held(self, plan: Plan) -> dict[int, dict[int, float]]:
+        if plan not in self._helds:
+            if len(self._helds) >= _PLANS:
+                self._helds.clear()
+            self._helds[plan] = self._find_held(plan)
+        return self._helds[plan]
+
+    def _find_held(self, plan: Plan) -> dict[int, dict[int, float]]:
+        sharded, away = sharded_slabs(plan, self._layers), plan.o_plan.optimizer
+        found: dict[int, dict[int, float]] = {}
+        for slab, group in enumerate(slab_holders(plan, self._layers)):
+            size = self.slab(slab, offloaded=slab in away)
+            for place, device in enumerate(group):
                 if slab in sharded:
-                    part = share(self.elements[slab], len(group), group.index(device))
-                found[slab] = self.slab(slab, offloaded=slab in away, part=part)
+                    part = share(self.elements[slab], len(group), place)
+                    size = self.slab(slab, offloaded=slab in away, part=part)
+                found.setdefault(device, {})[slab] = size
         return found
 
     def handed_over(
@@ -232,278 +232,147 @@ class Footprint:
 
     def peaks(self, program: Program, sliced: Sequence[int] = ()) -> tuple[float, ...]:
         """Peak bytes on every device of the world."""
-        devices = range(len(program.instructions))
-        return tuple(max(self.device(program, device, sliced)) for device in devices)
+        return tuple(map(max, self.devices(program, sliced)))
 
     def device(
         self, program: Program, device: int, sliced: Sequence[int] = ()
     ) -> tuple[float, float]:
-        """Peak bytes on one device: up to the global norm, and in the updates after it.
+        """:meth:`devices` of one device."""
+        return self._replay(program, sliced, device, device + 1)[0]
+
+    def devices(
+        self, program: Program, sliced: Sequence[int] = ()
+    ) -> tuple[tuple[float, float], ...]:
+        """Peak bytes on every device: up to the global norm, and in the updates after it.
 
         Args:
             program: with the chains of its micro-batches.
-            device: one of its devices.
             sliced: tokens of the slice of a longer sample in each micro-batch; 0: there is none.
                 Without it the program's chains are counted as if they were whole samples.
         """
-        return _Replay(self, program, device, sliced).run()
+        return self._replay(program, sliced, 0, len(program.instructions))
 
-
-class _Chain:
-    """What a device holds of one sample that is cut.
-
-    ``held`` are the stages whose units have its keys; ``tables`` the bytes of its rotary tables.
-    """
-
-    def __init__(self, chain: Sequence[int], tokens: float) -> None:
-        self.first, self.last = chain[0], chain[-1]
-        self.tokens = tokens
-        self.held: set[int] = set()
-        self.tables = 0.0
-
-
-class _Replay:
-    """Goes through the instructions of one device."""
-
-    def __init__(
-        self, footprint: Footprint, program: Program, device: int, sliced: Sequence[int]
-    ) -> None:
-        self.f = footprint
-        self.sliced = sliced
-        self.chain = {
-            m: found
-            for chain in (program.chains if len(sliced) else ())
-            for found in [_Chain(chain, sum(sliced[m] for m in chain))]
-            for m in chain
+    def _replay(
+        self, program: Program, sliced: Sequence[int], first: int, last: int
+    ) -> tuple[tuple[float, float], ...]:
+        lists = Lists.of(program.instructions, program.tokens)
+        chains = program.chains if len(sliced) else ()
+        peak = np.zeros((len(lists), 2))
+        arrays: dict[str, Array] = {
+            "words": lists.words,
+            "word_offset": lists.offset,
+            "tokens": np.array(program.tokens, dtype=np.int64),
+            "sliced": np.array(sliced, dtype=np.int64),
+            "peak": peak,
+            **_chains(chains, sliced, len(program.tokens)),
+            **self._of_passes(program.plan, sliced=bool(chains)),
+            **self._of_slabs(program, len(lists)),
         }
-        self.tokens = program.tokens
-        self.instructions = program.instructions[device]
-        o, plan = program.plan.o_plan, program.plan
-        held = program.held or plan
-        self.slabs = footprint._held(held, device)
-        self.used = sum(self.slabs.values()) + footprint._twice_tied(held, device)
-        self.peak = self.used
-        self.swapped = set(self.slabs) & set(o.optimizer)
+        native = _Problem(
+            devices=len(lists),
+            stages=len(program.plan.stages),
+            batches=len(program.tokens),
+            slabs=self._layers.num_slabs,
+            chains=len(chains),
+            posted=POSTED,
+            window=WINDOW,
+            boundary=self._hidden,
+            keys_values=self.chains.keys_values,
+            gradients=self.chains.gradients,
+            tables=self._tables,
+            **pointers(arrays),
+        )
+        function("mflex_program_footprint")(ctypes.addressof(native), first, last)
+        return tuple((a, b) for a, b in peak[first:last].tolist())
+
+    def _of_passes(self, plan: Plan, *, sliced: bool) -> dict[str, Array]:
+        """What passes of every stage take."""
+        o = plan.o_plan
+        passes = [self._stage(stage, o) for stage in plan.stages]
+        slices = [self._slices(stage, o) for stage in plan.stages] if sliced else []
+        away = [any(s.start <= unit < s.stop for unit in o.activations) for s in plan.stages]
+        line_offset, line = _table(
+            [
+                q
+                for p in passes
+                for q in (p.forward, p.backward, p.backward_input, p.backward_weight)
+            ]
+        )
+        slice_offset, slice_line = _table(
+            [
+                [(x.level.fixed, x.level.token, x.level.sliced, x.own, x.before) for x in lines]
+                for p in slices
+                for lines in (p.forward, p.backward, p.backward_input)
+            ]
+        )
+        weight_offset, weight_line = _table([p.backward_weight for p in slices])
+        return {
+            "moves": np.array(away, dtype=np.int64),
+            "pass": np.array([(p.left, p.travels, p.output, p.context, p.owed) for p in passes]),
+            "line_offset": line_offset,
+            "line": line,
+            "slice": np.array(
+                [(*_level(p.left), *_level(p.travels), float(p.units), p.owed) for p in slices],
+            ),
+            "slice_offset": slice_offset,
+            "slice_line": slice_line,
+            "weight_offset": weight_offset,
+            "weight_line": weight_line,
+        }
+
+    def _of_slabs(self, program: Program, devices: int) -> dict[str, Array]:
+        """What slabs take: those that are there, and those that come or are cut anew."""
+        held = program.held or program.plan
         after = program.next_plan
-        self.later = frozenset(after.o_plan.optimizer if after is not None else ())
-        self.sharded = sharded_slabs(held, footprint._layers)
-        # Bytes that the update takes before it gives up the present state, and the change in all.
-        self.cut: dict[int, tuple[float, float]] = {}
-        stages = plan.stages_of(device)
-        self.passes = {n: footprint._stage(plan.stages[n], o) for n in stages}
-        self.slices = {n: footprint._slices(plan.stages[n], o) for n in stages if self.chain}
-        whole = (Backward, BackwardInput)
-        self.evaluates = not any(isinstance(i, whole) for i in self.instructions)
-        self.sent = 0.0
-        receives = (RecvActivation, RecvGradient)
-        self.expected = [i.tokens for i in self.instructions if isinstance(i, receives)]
-        self.expected.reverse()
-        self.posted = 0
-        self.left = Counter(i.micro_batch for i in self.instructions if isinstance(i, Compute))
-        self.contexts: dict[int, float] = {}
-        self.travels = travels(self.instructions, plan)
-        self.leaving = 0.0
+        now = set(program.plan.o_plan.optimizer)
+        later = set(after.o_plan.optimizer) if after is not None else set()
+        slabs = range(self._layers.num_slabs)
+        all_held = self._all_held(held)
+        owned = [all_held.get(device, {}) for device in range(devices)]
+        first = [sum(own.values()) + self._twice_tied(held, d) for d, own in enumerate(owned)]
+        held_offset, held_slab = rows([list(own) for own in owned])
+        recut: list[dict[int, tuple[float, float, float]]] = [{} for _ in range(devices)]
+        if after is not None:
+            sharded = sharded_slabs(held, self._layers)
+            for slab, cut in cuts(held, after, self._layers, program.elements).items():
+                for d in cut.changed:
+                    part, holds = cut.after[d], d in cut.before
+                    recut[d][slab] = self._recut(slab, part, holds, slab in sharded)
+        recut_offset, recut_slab = rows([list(of_device) for of_device in recut])
+        return {
+            "held": np.array(first, dtype=np.float64),
+            "held_offset": held_offset,
+            "held_slab": held_slab,
+            "held_bytes": np.array([b for own in owned for b in own.values()], dtype=np.float64),
+            "offloaded": np.array([(s in now) + 2 * (s in later) for s in slabs]),
+            "joined": np.array([self.slab(s, offloaded=s in later) for s in slabs]),
+            "swap": np.array([self.window(s) for s in slabs]),
+            "recut_offset": recut_offset,
+            "recut_slab": recut_slab,
+            "recut": np.array([t for of_device in recut for t in of_device.values()]),
+        }
 
-    def run(self) -> tuple[float, float]:
-        """Both peaks."""
-        self._post()
-        for number, op in enumerate(self.instructions):
-            if isinstance(op, Compute):
-                if self.travels.passes:
-                    self._travel(op)
-                if isinstance(op, Forward):
-                    self._forward(op)
-                elif isinstance(op, BackwardWeight):
-                    self._backward_weight(op)
-                else:
-                    self._backward(op)
-            elif isinstance(op, Transfer):
-                self._transfer(op)
-            elif isinstance(op, RecvState):
-                self._join(op)
-            elif isinstance(op, Recut):
-                self._recut(op)
-            elif isinstance(op, GlobalNorm):
-                rest = self.instructions[number + 1 :]
-                updated = [i.slab for i in rest if isinstance(i, UpdateOrSkip)]
-                self.swapped -= self.cut.keys()
-                first = [slab for slab in updated if slab in self.swapped][:WINDOW]
-                window = sum(map(self.f.window, first))
-                return max(self.peak, self.used + window), self._updates(rest)
-        return self.peak, self.used
 
-    def _take(self, size: float) -> None:
-        self.used += size
-        self.peak = max(self.peak, self.used)
+def _chains(
+    chains: Sequence[Sequence[int]], sliced: Sequence[int], batches: int
+) -> dict[str, Array]:
+    """Which micro-batches are of which chain, and what the chains are."""
+    number = np.full(batches, -1)
+    for i, chain in enumerate(chains):
+        number[list(chain)] = i
+    return {
+        "chain": number,
+        "chain_ends": np.array([(c[0], c[-1]) for c in chains], dtype=np.int64),
+        "chain_tokens": np.array([sum(sliced[m] for m in c) for c in chains], dtype=np.float64),
+    }
 
-    def _post(self) -> None:
-        while self.expected and self.posted < POSTED:
-            self._take(self.f.boundary * self.expected.pop())
-            self.posted += 1
 
-    def _transfer(self, op: Transfer) -> None:
-        self.used -= self.sent  # what was sent before has gone by now
-        self.sent = 0.0
-        if isinstance(op, (SendActivation, SendGradient)):
-            self.sent = self.f.boundary * op.tokens
-        else:
-            self.posted -= 1  # its buffer goes on as an activation or a gradient
-            self._post()
+def _level(level: Level) -> tuple[float, float, float]:
+    return level.fixed, level.token, level.sliced
 
-    def _travel(self, op: Compute) -> None:
-        """What the pass before saved has left, and what the next one needs comes back."""
-        self.used -= self.leaving
-        self.leaving = 0.0
-        key = self.travels.back.get(op)
-        if key is not None:
-            self._take(self._travels(*key))
 
-    def _travels(self, stage: int, micro_batch: int) -> float:
-        """Bytes that a pass's activations on their way to the host free."""
-        tokens = self.tokens[micro_batch]
-        if micro_batch in self.chain:
-            return self.slices[stage].travels(tokens, self.sliced[micro_batch])
-        return self.passes[stage].travels * tokens
-
-    def _left(self, op: Compute) -> float:
-        """Bytes that a forward leaves to its backward, with its output."""
-        tokens, p = self.tokens[op.micro_batch], self.passes[op.stage]
-        if op.micro_batch in self.chain:
-            left = self.slices[op.stage].left(tokens, self.sliced[op.micro_batch])
-            return left + p.output * tokens
-        return (p.left + p.output) * tokens
-
-    def _forward(self, op: Forward) -> None:
-        tokens, p = self.tokens[op.micro_batch], self.passes[op.stage]
-        if p.context and op.micro_batch not in self.contexts:
-            self.contexts[op.micro_batch] = p.context * tokens
-            self._take(self.contexts[op.micro_batch])
-        source = self.f.boundary * tokens if op.stage else 0.0  # in use already
-        base = self.used - source
-        if op.micro_batch in self.chain:
-            self._forward_slice(op, base)
-        else:
-            self.peak = max(self.peak, base + highest(p.forward, tokens))
-        self.used += self._left(op) - source
-        if (op.stage, op.micro_batch) in self.travels.passes:
-            self.leaving = self._travels(op.stage, op.micro_batch)
-        self._done(op)
-
-    def _forward_slice(self, op: Forward, base: float) -> None:
-        """The peak of the pass, and the buffers: the first slice makes them."""
-        q, chain = self.slices[op.stage], self.chain[op.micro_batch]
-        keys = self.f.chains.keys_values * chain.tokens
-        makes = keys if op.micro_batch == chain.first else 0.0
-        if makes and q.units and not chain.held:
-            chain.tables = self.f._tables * chain.tokens
-            self.used += chain.tables
-            base += chain.tables
-        frees = keys if self.evaluates and op.micro_batch == chain.last else 0.0
-        most = highest_slice(
-            q.forward, self.tokens[op.micro_batch], self.sliced[op.micro_batch], makes
-        )
-        self.peak = max(self.peak, base + most)
-        self.used += q.units * (makes - frees)
-        if q.units:
-            chain.held.add(op.stage)
-        if frees:
-            self._freed(op, chain)
-
-    def _freed(self, op: Compute, chain: _Chain) -> None:
-        """A stage has given up its buffers; the last one also the rotary tables."""
-        chain.held.discard(op.stage)
-        if not chain.held:
-            self.used -= chain.tables
-            chain.tables = 0.0
-
-    def _backward_slice(self, op: Compute, base: float) -> None:
-        """The peak of the pass; the last slice makes the gradients' buffers, the first frees all.
-
-        ``base`` is what is in use besides what the forward left.
-        """
-        q, chain, m = self.slices[op.stage], self.chain[op.micro_batch], op.micro_batch
-        gradients = self.f.chains.gradients * chain.tokens
-        makes = gradients if m == chain.last else 0.0
-        frees = gradients + self.f.chains.keys_values * chain.tokens if m == chain.first else 0.0
-        lines = q.backward_input if isinstance(op, BackwardInput) else q.backward
-        most = highest_slice(lines, self.tokens[m], self.sliced[m], makes, frees)
-        self.peak = max(self.peak, base + most)
-        self.used += q.units * (makes - frees)
-        if frees:
-            self._freed(op, chain)
-
-    def _backward(self, op: Compute) -> None:
-        tokens, p = self.tokens[op.micro_batch], self.passes[op.stage]
-        # What the forward left, and the gradient of its output, are in use already.
-        left, split = self._left(op), isinstance(op, BackwardInput)
-        if op.micro_batch in self.chain:
-            self._backward_slice(op, self.used - left)
-        else:
-            lines = p.backward_input if split else p.backward
-            self.peak = max(self.peak, self.used - left + highest(lines, tokens))
-        self.used += (self.f.boundary * tokens if op.stage else 0.0) - left
-        self.used += self._halves(op).owed * tokens if split else 0.0
-        self._done(op)
-
-    def _halves(self, op: Compute) -> StagePasses | SlicePasses:
-        """What is owed between the halves of a pass."""
-        cut = op.micro_batch in self.chain
-        return self.slices[op.stage] if cut else self.passes[op.stage]
-
-    def _backward_weight(self, op: Compute) -> None:
-        tokens, p = self.tokens[op.micro_batch], self._halves(op)
-        self.used -= p.owed * tokens
-        if p.backward_weight:
-            self.peak = max(self.peak, self.used + highest(p.backward_weight, tokens))
-        self._done(op)
-
-    def _done(self, op: Compute) -> None:
-        self.left[op.micro_batch] -= 1
-        if not self.left[op.micro_batch]:
-            self.used -= self.contexts.pop(op.micro_batch, 0.0)
-
-    def _join(self, op: RecvState) -> None:
-        self._take(self._joined(op.slab))
-
-    def _joined(self, slab: int) -> float:
-        """Bytes of a slab that comes for the next plan, where its optimizer state is then."""
-        offloaded = slab in self.later
-        if offloaded:
-            self.swapped.add(slab)
-        self.slabs[slab] = self.f.slab(slab, offloaded=offloaded)
-        return self.slabs[slab]
-
-    def _recut(self, op: Recut) -> None:
-        """Room for another part; where the whole state is here, only at the update."""
-        now = self.slabs.get(op.slab)
-        early, more, after = self.f._recut(
-            op.slab, (op.start, op.stop), now is not None, op.slab in self.sharded
-        )
-        self._take(early)
-        self.slabs[op.slab] = after
-        if now is not None:
-            self.cut[op.slab] = (more, after - early - now)
-
-    def _updates(self, instructions: Sequence[Instruction]) -> float:
-        """Peak after the global norm."""
-        used = peak = self.used - self.sent
-        updates = [i.slab for i in instructions if isinstance(i, UpdateOrSkip)]
-        coming = deque(self.f.window(slab) for slab in updates if slab in self.swapped)
-        # States from the host: one goes when the next comes, the last ones when all must be back.
-        window = deque(coming.popleft() for _ in range(min(WINDOW, len(coming))))
-        for op in instructions:
-            if isinstance(op, (SendState, Drop)):
-                window.clear()
-            peak = max(peak, used + sum(window))
-            if isinstance(op, UpdateOrSkip) and op.slab in self.cut:
-                more, change = self.cut.pop(op.slab)
-                peak = max(peak, used + more + sum(window))
-                used += change
-            elif isinstance(op, UpdateOrSkip) and op.slab in self.swapped and coming:
-                window.popleft()
-                window.append(coming.popleft())
-            elif isinstance(op, RecvState):
-                used += self._joined(op.slab)
-            elif isinstance(op, Drop):
-                used -= self.slabs.pop(op.slab, 0.0)
-        return max(peak, used + sum(window))
+def _table(parts: Sequence[Sequence[tuple[float, ...]]]) -> tuple[Array, Array]:
+    """Lines of several passes as native code reads them: where each begins, and all."""
+    offset = np.zeros(len(parts) + 1, dtype=np.int64)
+    np.cumsum([len(part) for part in parts], out=offset[1:])
+    return offset, np.array([line for part in parts for line in part], dtype=np.float64)

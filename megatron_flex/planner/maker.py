@@ -172,9 +172,7 @@ class Maker:
         )
         program = schedule.program
         validate(program, costs.layers, forward_only=forward_only)
-        devices = range(costs.cluster.world_size)
-        sliced = [int(n) for n in batch.sliced]
-        memory = tuple(self.footprint.device(program, d, sliced) for d in devices)
+        memory = self.footprint.devices(program, [int(n) for n in batch.sliced])
         return Made(program, placed.schedule, spare, schedule.timeline, memory)
 
 

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from megatron_flex.data.microbatch import MicroBatch
 from megatron_flex.planner.maker import Made
 from megatron_flex.planner.plan import Plan
-from megatron_flex.schedule.compact import VERSION, decode, program_words
+from megatron_flex.schedule.compact import VERSION, Lists, decode
 from megatron_flex.schedule.instructions import Compute, Instruction
 from megatron_flex.schedule.part import Part, hand_overs
 
@@ -84,10 +84,11 @@ def pack(made: Made, name: str, batch: str, *, times: bool = False) -> Package:
         times: send each worker the predicted times of its operations.
     """
     program = made.program
-    lists, groups = program_words(program)
+    lists = Lists.of(program.instructions, program.tokens)
     placement = made.timeline.placement
     parts = []
-    for device, words in enumerate(lists):
+    for device in range(len(lists)):
+        words = lists.of_device(device)
         spans: NDArray[np.float64] = np.zeros((0, 2))
         if times and device < len(placement.order):
             own = placement.order[device]
@@ -100,7 +101,7 @@ def pack(made: Made, name: str, batch: str, *, times: bool = False) -> Package:
         "plan": str(program.plan),
         "next": None if program.next_plan is None else str(program.next_plan),
         "batch": batch,
-        "groups": groups,
+        "groups": lists.groups,
         "hand_overs": hand_overs(program),
         "seconds": made.seconds,
         "schedule": made.schedule,

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields
+from typing import overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,10 +22,10 @@ from megatron_flex.schedule.instructions import (
     GlobalNorm,
     Instruction,
     PieceOp,
-    Program,
     Recut,
+    RecvPiece,
     ReduceGradient,
-    SlabOp,
+    SendPiece,
     StateOp,
     Transfer,
 )
@@ -36,37 +37,50 @@ CODES: dict[type[Instruction], int] = {cls: code for code, cls in enumerate(NAME
 _CLASSES = tuple(NAMES.values())
 _MOST = {"stage": 1 << 18, "slab": 1 << 18, "peer": 1 << 20, "micro_batch": 1 << 20}
 
+_RANGED = tuple(CODES[cls] for cls in (Recut, SendPiece, RecvPiece))
+
 Words = NDArray[np.uint64]
+Integers = NDArray[np.int64]
 Group = tuple[int, ...]
+Steps = tuple[Instruction, ...]
 
 
 def groups_of(lists: Iterable[Sequence[Instruction]]) -> tuple[Group, ...]:
     """The sets of devices that reduce gradients or gather parameters together, in a fixed order."""
+    if isinstance(lists, Lists):
+        return lists.groups
     collective = (ReduceGradient, GatherParameters)
     found = {op.group for steps in lists for op in steps if isinstance(op, collective)}
     return tuple(sorted(found))
 
 
-def encode(instructions: Sequence[Instruction], groups: Sequence[Group]) -> Words:
-    """The words of one list. ``ValueError`` where a number is too large for its bits."""
+def encode(
+    instructions: Sequence[Instruction], groups: Sequence[Group], *, clipped: bool = False
+) -> Words:
+    """The words of one list.
+
+    Args:
+        clipped: a number that is too large for its bits, or negative, becomes the largest there is,
+            which no program uses; else it is a ``ValueError``.
+    """
     index = {group: i for i, group in enumerate(groups)}
     words: list[int] = []
     for op in instructions:
-        for name, most in _MOST.items():
-            if not 0 <= getattr(op, name, 0) < most:
-                raise ValueError(f"'{op}': {name} must be between 0 and {most - 1}")
-        low, middle, high = 0, 0, 0
-        if isinstance(op, Compute | Transfer):
-            low, high = op.stage, op.micro_batch
-            middle = op.peer if isinstance(op, Transfer) else 0
-        elif isinstance(op, ReduceGradient | GatherParameters):
-            low, middle = op.slab, index[op.group]
-        elif isinstance(op, SlabOp):
-            low = op.slab
-            middle = op.peer if isinstance(op, StateOp | PieceOp) else 0
-        words.append(CODES[type(op)] | low << 6 | middle << 24 | high << 44)
+
+        def bits(name: str, op: Instruction = op) -> int:
+            value, most = int(getattr(op, name, 0)), _MOST[name]
+            if 0 <= value < most:
+                return value
+            if clipped:
+                return most - 1
+            raise ValueError(f"'{op}': {name} must be between 0 and {most - 1}")
+
+        low = bits("stage" if isinstance(op, Compute | Transfer) else "slab")
+        group = op.group if isinstance(op, ReduceGradient | GatherParameters) else None
+        middle = bits("peer") if group is None else index[group]
+        words.append(CODES[type(op)] | low << 6 | middle << 24 | bits("micro_batch") << 44)
         if isinstance(op, Recut | PieceOp):
-            words += [op.start, op.stop]
+            words += [op.start % (1 << 64), op.stop % (1 << 64)]
     return np.array(words, dtype=np.uint64)
 
 
@@ -130,7 +144,74 @@ def _reader(cls: type[Instruction]) -> _Reader | None:
 _READERS: tuple[_Reader | None, ...] = tuple(map(_reader, _CLASSES))
 
 
-def program_words(program: Program) -> tuple[tuple[Words, ...], tuple[Group, ...]]:
-    """The words of all lists of a program, and its groups."""
-    groups = groups_of(program.instructions)
-    return tuple(encode(steps, groups) for steps in program.instructions), groups
+def rows(values: Iterable[Sequence[int] | Integers]) -> tuple[Integers, Integers]:
+    """Sequences of different lengths as native code reads them: where each begins, and all."""
+    parts = [np.asarray(value, dtype=np.int64) for value in values]
+    offset = np.zeros(len(parts) + 1, dtype=np.int64)
+    np.cumsum([len(part) for part in parts], out=offset[1:])
+    return offset, np.concatenate([np.zeros(0, np.int64), *parts])
+
+
+class Lists(Sequence[Steps]):
+    """Instruction lists of all devices as words; each is decoded when it is asked for.
+
+    Attributes:
+        words: of all devices, one list after the other.
+        offset: that of a device is ``words[offset[device]:offset[device + 1]]``.
+        groups: what reductions and gathers name by number.
+        tokens: of each micro-batch.
+    """
+
+    def __init__(
+        self, words: Words, offset: Integers, groups: Sequence[Group], tokens: Sequence[int]
+    ) -> None:
+        self.words, self.offset = words, offset
+        self.groups, self.tokens = tuple(groups), tuple(tokens)
+        self._decoded: dict[int, Steps] = {}
+
+    @classmethod
+    def of(cls, lists: Sequence[Steps], tokens: Sequence[int], *, clipped: bool = False) -> Lists:
+        """Lists as words, if they are not already.
+
+        Their messages have the sizes of the micro-batches then. ``clipped``: see :func:`encode`.
+        """
+        if isinstance(lists, cls):
+            return lists
+        groups = groups_of(lists)
+        parts = [encode(steps, groups, clipped=clipped) for steps in lists]
+        offset = np.zeros(len(parts) + 1, dtype=np.int64)
+        np.cumsum([len(part) for part in parts], out=offset[1:])
+        return cls(np.concatenate([np.zeros(0, np.uint64), *parts]), offset, groups, tokens)
+
+    def of_device(self, device: int) -> Words:
+        """The words of one device."""
+        return self.words[self.offset[device] : self.offset[device + 1]]
+
+    def __len__(self) -> int:
+        return len(self.offset) - 1
+
+    @overload
+    def __getitem__(self, device: int) -> Steps: ...
+    @overload
+    def __getitem__(self, device: slice) -> tuple[Steps, ...]: ...
+    def __getitem__(self, device: int | slice) -> Steps | tuple[Steps, ...]:
+        if isinstance(device, slice):
+            return tuple(self[d] for d in range(*device.indices(len(self))))
+        place = range(len(self))[device]
+        if place not in self._decoded:
+            self._decoded[place] = decode(self.of_device(place), self.tokens, self.groups)
+        return self._decoded[place]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Lists | tuple) and tuple(self) == tuple(other)
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def begins(words: Words) -> Integers:
+    """Where instructions begin among the words of one list: others are ranges of elements."""
+    first = np.ones(len(words), dtype=bool)
+    for at in np.flatnonzero(np.isin(words & np.uint64(63), _RANGED)).tolist():
+        if first[at]:
+            first[at + 1 : at + 3] = False
+    return np.flatnonzero(first)

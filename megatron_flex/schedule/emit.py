@@ -12,42 +12,33 @@ over all devices (start of operations in the simulated time), hence:
 - a switch to another plan begins with all early copies of state, which travel on their own while
   the iteration computes; what is handed over follows the update of its slab.
 - parameters of sharded slabs are gathered in the order of slabs.
+
+Lists are written in native code (``kernels/src/program_emit.cpp``); the tests have it in Python.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import ctypes
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from megatron_flex.model.layers import LayerList
+from megatron_flex.native import Array, function, pointers, structure
 from megatron_flex.planner.plan import Plan
+from megatron_flex.schedule.compact import Lists, rows
 from megatron_flex.schedule.instructions import (
-    Backward,
-    BackwardInput,
-    BackwardWeight,
     Drop,
-    Forward,
     GatherParameters,
-    GlobalNorm,
     Instruction,
     Program,
     Recut,
-    RecvActivation,
-    RecvGradient,
     RecvPiece,
     RecvState,
-    ReduceGradient,
-    ScatterGradient,
-    SendActivation,
-    SendGradient,
     SendPiece,
     SendState,
-    SquaredNorm,
-    UpdateOrSkip,
 )
-from megatron_flex.schedule.operations import OpKind
 from megatron_flex.schedule.placement import Placement
 from megatron_flex.schedule.shards import Cut, sharded_slabs
 from megatron_flex.schedule.slabs import slab_holders, slab_stages
@@ -68,11 +59,6 @@ class Reduction:
     ready: float
     after: int
     scattered: bool = False
-
-    def instruction(self) -> ReduceGradient:
-        """What its members do."""
-        kind = ScatterGradient if self.scattered else ReduceGradient
-        return kind(self.slab, self.group)
 
 
 def reductions(
@@ -112,6 +98,14 @@ def last_gradients(placement: Placement) -> list[tuple[float, int]]:
     return list(zip(latest[:, 0].tolist(), number.max(axis=1).tolist(), strict=True))
 
 
+_Problem = structure(
+    "stages batches kinds placed devices slabs reductions moves recuts pieces drops",
+    arrays="device offset target order_offset order sequence start reduced ready after scattered"
+    " reduce_group member_offset member gather_group move recut piece drop words word_offset",
+)
+"""``mflex_emit_problem`` of ``kernels/src/program_emit.cpp``, field by field."""
+
+
 def emit(
     placement: Placement,
     layers: LayerList,
@@ -137,37 +131,88 @@ def emit(
         if not _refines(plan, switch.plan):
             raise ValueError(f"the switch starts from '{switch.plan}', the program is on '{plan}'")
         switch.next_plan.check(layers.num_units, world_size)
-    senders = problem.operations.senders().tolist()
-    messages = _messages(placement, senders)
     reduces = () if problem.forward_only else reductions(placement, layers, switch)
-    moves = () if switch is None else switch.moves
     anew = {} if switch is None else switch.cuts(layers)
     gathers = {r.slab: r.group for r in reduces if r.scattered} | _gathered(anew)
-    lists: list[tuple[Instruction, ...]] = []
-    for device in range(world_size):
-        out: list[Instruction] = _state_messages(device, (m for m in moves if m.early))
-        if switch is not None:
-            out += _recuts(device, switch, anew)
-        _compute(out, placement, device, tokens, senders, messages, reduces)
-        own = [r for r in reduces if device in r.group]
-        out.extend(SquaredNorm(r.slab) for r in own if r.scattered or r.group[0] == device)
-        out.append(GlobalNorm())
-        _updates(out, device, sorted(r.slab for r in own), switch, gathers)
-        lists.append(tuple(out))
+    lists = _write(placement, layers, tokens, world_size, switch, reduces, anew, gathers)
     if switch is None:
-        return Program(plan, tokens, problem.route, tuple(lists), chains=problem.chains)
+        return Program(plan, tokens, problem.route, lists, chains=problem.chains)
     held = None if switch.plan.stages == plan.stages else switch.plan
     elements = switch.elements if anew else ()
     return Program(
-        plan,
-        tokens,
-        problem.route,
-        tuple(lists),
-        switch.next_plan,
-        held,
-        elements,
-        problem.chains,
+        plan, tokens, problem.route, lists, switch.next_plan, held, elements, problem.chains
     )
+
+
+def _write(
+    placement: Placement,
+    layers: LayerList,
+    tokens: tuple[int, ...],
+    world_size: int,
+    switch: Transition | None,
+    reduces: Sequence[Reduction],
+    anew: Mapping[int, Cut],
+    gathers: Mapping[int, tuple[int, ...]],
+) -> Lists:
+    """Let native code write the lists."""
+    ops = placement.problem.operations
+    groups = sorted({r.group for r in reduces if len(r.group) > 1} | {*gathers.values()})
+    number = {group: i for i, group in enumerate(groups)}
+    gather = np.full(layers.num_slabs, -1)
+    for slab, group in gathers.items():
+        gather[slab] = number[group]
+    moves = () if switch is None else switch.moves
+    pieces = () if switch is None else switch.pieces
+    drops = () if switch is None else switch.drops
+    recuts = [(d, slab, *cut.after[d]) for slab, cut in anew.items() for d in cut.changed]
+    dropped = [(slab, d) for slab, devices in enumerate(drops) for d in devices]
+    order_offset, order = rows(placement.order)
+    member_offset, member = rows(r.group for r in reduces)
+    # A reduction's member may reduce, count, update, gather and drop.
+    most = len(order) + 2 * len(ops.target) + 5 * len(member) + world_size
+    most += 2 * len(moves) + 3 * len(recuts) + 6 * len(pieces)
+    words = np.zeros(most, dtype=np.uint64)
+    word_offset = np.zeros(world_size + 1, dtype=np.int64)
+    arrays: dict[str, Array] = {
+        **{name: np.ascontiguousarray(getattr(ops, name)) for name in ("device", "offset")},
+        "target": ops.target,
+        "order_offset": order_offset,
+        "order": order,
+        "sequence": np.ascontiguousarray(placement.sequence),
+        "start": np.ascontiguousarray(placement.start),
+        "reduced": np.array([r.slab for r in reduces], dtype=np.int64),
+        "ready": np.array([r.ready for r in reduces], dtype=np.float64),
+        "after": np.array([r.after for r in reduces], dtype=np.int64),
+        "scattered": np.array([r.scattered for r in reduces], dtype=np.int64),
+        "reduce_group": np.array([number.get(r.group, -1) for r in reduces], dtype=np.int64),
+        "member_offset": member_offset,
+        "member": member,
+        "gather_group": gather,
+        "move": np.array([(m.slab, m.source, m.target, m.early) for m in moves], dtype=np.int64),
+        "recut": np.array(recuts, dtype=np.int64),
+        "piece": np.array(
+            [(p.slab, p.source, p.target, p.start, p.stop) for p in pieces], dtype=np.int64
+        ),
+        "drop": np.array(dropped, dtype=np.int64),
+        "words": words,
+        "word_offset": word_offset,
+    }
+    native = _Problem(
+        stages=ops.stages,
+        batches=ops.batches,
+        kinds=ops.kinds,
+        placed=len(placement.order),
+        devices=world_size,
+        slabs=layers.num_slabs,
+        reductions=len(reduces),
+        moves=len(moves),
+        recuts=len(recuts),
+        pieces=len(pieces),
+        drops=len(dropped),
+        **pointers(arrays),
+    )
+    function("mflex_program_emit")(ctypes.addressof(native))
+    return Lists(words[: word_offset[-1]].copy(), word_offset, groups, tokens)
 
 
 def _refines(plan: Plan, whole: Plan) -> bool:
@@ -224,99 +269,3 @@ def _state_messages(device: int, moves: Iterable[Move]) -> list[Instruction]:
         elif move.target == device:
             out.append(RecvState(move.slab, move.source))
     return out
-
-
-def _updates(
-    out: list[Instruction],
-    device: int,
-    slabs: list[int],
-    switch: Transition | None,
-    gathers: dict[int, tuple[int, ...]],
-) -> None:
-    """The updates of one device, what it hands over after them, and what it gives up."""
-    late: list[Move] = []
-    dropped: list[int] = []
-    if switch is not None:
-        late = [m for m in switch.moves if not m.early and device in (m.source, m.target)]
-        dropped = [s for s in slabs if device in switch.drops[s]]
-    sent = {m.slab for m in late if m.source == device}
-    # What others wait for comes first.
-    slabs = [s for s in slabs if s not in dropped or s in sent]
-    for slab in sorted(slabs, key=lambda s: (s not in sent, s)):
-        out.append(UpdateOrSkip(slab))
-        if slab in gathers:
-            out.append(GatherParameters(slab, gathers[slab]))
-    # What comes may need the memory of what goes.
-    out.extend(Drop(slab) for slab in dropped if slab not in sent)
-    out.extend(_state_messages(device, late))
-    out.extend(Drop(slab) for slab in dropped if slab in sent)
-
-
-def _messages(placement: Placement, senders: list[int]) -> dict[tuple[int, int], list[int]]:
-    """For each ordered pair of devices, the operations that wait for its messages, in the order
-    of sending."""
-    device = placement.problem.operations.device.tolist()
-    waiting = sorted(
-        (code for code, sender in enumerate(senders) if sender >= 0),
-        key=lambda code: placement.sequence[senders[code]],
-    )
-    found: dict[tuple[int, int], list[int]] = {}
-    for code in reversed(waiting):  # the next message is at the end
-        found.setdefault((device[senders[code]], device[code]), []).append(code)
-    return found
-
-
-def _compute(
-    out: list[Instruction],
-    placement: Placement,
-    device: int,
-    tokens: tuple[int, ...],
-    senders: list[int],
-    messages: dict[tuple[int, int], list[int]],
-    reduces: tuple[Reduction, ...],
-) -> None:
-    """Operations of one device with their messages and reductions."""
-    problem, ops = placement.problem, placement.problem.operations
-    computes = (Forward, BackwardInput if problem.split else Backward, BackwardWeight)
-    pending = [r for r in reversed(reduces) if device in r.group and len(r.group) > 1]
-    taken: set[int] = set()
-    order = placement.order[device].tolist() if device < problem.num_devices else []
-    starts, numbers = placement.start[order].tolist(), placement.sequence[order].tolist()
-    for code, start, number in zip(order, starts, numbers, strict=True):
-        while pending and (pending[-1].ready, pending[-1].after) < (start, number):
-            out.append(pending.pop().instruction())
-        if senders[code] >= 0 and code not in taken:
-            _receive(out, code, placement, tokens, senders, messages, taken)
-        kind, stage, micro_batch = problem.decode(code)
-        out.append(computes[kind](micro_batch, stage))
-        for edge in range(ops.offset[code], ops.offset[code + 1]):
-            peer = int(ops.device[ops.target[edge]])
-            if peer != device:
-                send = SendActivation if kind == OpKind.FORWARD else SendGradient
-                out.append(send(micro_batch, stage, peer, tokens[micro_batch]))
-    while pending:
-        out.append(pending.pop().instruction())
-
-
-def _receive(
-    out: list[Instruction],
-    code: int,
-    placement: Placement,
-    tokens: tuple[int, ...],
-    senders: list[int],
-    messages: dict[tuple[int, int], list[int]],
-    taken: set[int],
-) -> None:
-    """Receive what ``code`` needs from another device, and what that sent before it."""
-    problem = placement.problem
-    device = problem.operations.device
-    peer = int(device[senders[code]])
-    queue = messages[peer, int(device[code])]
-    while True:
-        waiting = queue.pop()
-        taken.add(waiting)
-        kind, stage, micro_batch = problem.decode(senders[waiting])
-        receive = RecvActivation if kind == OpKind.FORWARD else RecvGradient
-        out.append(receive(micro_batch, stage, peer, tokens[micro_batch]))
-        if waiting == code:
-            return

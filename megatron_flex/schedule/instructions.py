@@ -10,6 +10,7 @@ dimension of the message, so that both ends can check it before anything is post
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -247,7 +248,8 @@ class Program:
         tokens: tokens of each micro-batch.
         route: ``route[stage][micro_batch]`` is the device that runs it.
         instructions: one list a device, for devices ``0 .. world_size - 1``; idle devices still
-            take part in ``GlobalNorm``.
+            take part in ``GlobalNorm``. Where the scheduler wrote them they are words
+            (:class:`~megatron_flex.schedule.compact.Lists`), which are decoded on access.
         next_plan: the layout that it leaves behind; ``None``: the same.
         held: the layout that the devices are in when it begins, where some of ``plan``'s devices
             join their stages on the way (live migration); ``None``: ``plan``.
@@ -258,7 +260,7 @@ class Program:
     plan: Plan
     tokens: tuple[int, ...]
     route: tuple[tuple[int, ...], ...]
-    instructions: tuple[tuple[Instruction, ...], ...]
+    instructions: Sequence[tuple[Instruction, ...]]
     next_plan: Plan | None = None
     held: Plan | None = None
     elements: tuple[int, ...] = ()

@@ -8,8 +8,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
+import numpy as np
+
 from megatron_flex.planner.plan import Plan
-from megatron_flex.schedule.compact import Group, groups_of
+from megatron_flex.schedule.compact import CODES, Group, Lists, begins, groups_of
 from megatron_flex.schedule.instructions import (
     Forward,
     GlobalNorm,
@@ -86,18 +88,15 @@ def part_of(program: Program, device: int) -> Part:
 def hand_overs(program: Program) -> tuple[HandOver, ...]:
     """What is handed over after the update, by source."""
     found: list[HandOver] = []
-    if program.next_plan is not None:
-        for source, instructions in enumerate(program.instructions):
-            found += [(op.slab, source, op.peer) for op in _after_norm(instructions)]
+    if program.next_plan is None:
+        return ()
+    lists = Lists.of(program.instructions, program.tokens)
+    for source in range(len(lists)):
+        words = lists.of_device(source)
+        words = words[begins(words)]
+        codes = words & np.uint64(63)
+        norm = np.flatnonzero(codes == CODES[GlobalNorm])
+        after = np.arange(len(words)) > (norm[-1] if len(norm) else -1)
+        for word in words[after & (codes == CODES[SendState])].tolist():
+            found.append((word >> 6 & 0x3FFFF, source, word >> 24 & 0xFFFFF))
     return tuple(found)
-
-
-def _after_norm(instructions: tuple[Instruction, ...]) -> list[SendState]:
-    """What a device sends after the global norm, in order."""
-    sends: list[SendState] = []
-    for op in reversed(instructions):
-        if isinstance(op, GlobalNorm):
-            break
-        if isinstance(op, SendState):
-            sends.append(op)
-    return sends[::-1]

@@ -13,7 +13,7 @@ from megatron_flex.model.layers import LayerList
 from megatron_flex.planner.plan import OPlan, Plan
 from megatron_flex.schedule.costs import OpCosts
 from megatron_flex.schedule.instructions import Instruction, Program
-from megatron_flex.schedule.list_scheduler import POLICIES, build
+from megatron_flex.schedule.list_scheduler import POLICIES, Schedule, build
 from megatron_flex.schedule.migration import Migration, migrate
 from megatron_flex.schedule.routing import route
 from megatron_flex.schedule.slabs import slab_holders
@@ -39,6 +39,9 @@ class SwitchCase:
         return self.case.layers
 
     def build(self) -> Program:
+        return self.schedule().program
+
+    def schedule(self) -> Schedule:
         case, pieces = self.case, self.pieces
         return build(
             case.plan if pieces is None else pieces.plan,
@@ -51,7 +54,8 @@ class SwitchCase:
             memory=case.memory,
             table=None if pieces is None else pieces.route,
             switch=self.switch,
-        ).program
+            chains=case.chains if pieces is None else (),
+        )
 
 
 #: The model of programs that are broken by hand, and their micro-batches.

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-from megatron_flex.schedule.compact import CODES, decode, encode, program_words
+from megatron_flex.schedule.compact import CODES, Lists, begins, decode, encode
 from megatron_flex.schedule.instructions import (
     NAMES,
     Forward,
@@ -22,9 +22,13 @@ from tests.unit.schedule.strategies import Case, cases
 @given(cases(devices=8, batches=16))
 def test_every_program_is_read_back_exactly(case: Case) -> None:
     program = case.build().program
-    lists, groups = program_words(program)
-    for words, steps in zip(lists, program.instructions, strict=True):
-        assert decode(words, program.tokens, groups) == steps
+    steps = tuple(program.instructions)
+    again = Lists.of(steps, program.tokens)
+    assert again == steps
+    assert isinstance(program.instructions, Lists)
+    assert np.array_equal(again.words, program.instructions.words)
+    assert np.array_equal(again.offset, program.instructions.offset)
+    assert again.groups == program.instructions.groups
 
 
 def test_ranges_of_elements_are_read_back() -> None:
@@ -32,7 +36,9 @@ def test_ranges_of_elements_are_read_back() -> None:
         Recut(5, 32, 1 << 40), SendPiece(5, 3, 0, 64), Forward(2, 1), RecvPiece(1, 900, 32, 96),
         SendState(7, 1023),
     ]  # fmt: skip
-    assert decode(encode(steps, ()), (1, 2, 3), ()) == tuple(steps)
+    words = encode(steps, ())
+    assert decode(words, (1, 2, 3), ()) == tuple(steps)
+    assert begins(words).tolist() == [0, 3, 6, 7, 10]
 
 
 def test_numbers_that_have_no_room_are_refused() -> None:

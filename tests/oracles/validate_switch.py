@@ -28,7 +28,7 @@ from megatron_flex.schedule.instructions import (
 )
 from megatron_flex.schedule.shards import Range
 from megatron_flex.schedule.slabs import slab_holders
-from megatron_flex.schedule.validate_shards import ShardReplay
+from tests.oracles.validate_shards import ShardReplay
 
 #: States of a slab on a device.
 OLD, NEW = "before the update", "after the update"

@@ -1,0 +1,144 @@
+"""Native lists and verdicts are those of plain Python, which says what the rules are."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import fields, replace
+
+import pytest
+
+from megatron_flex.model.layers import LayerList
+from megatron_flex.schedule.instructions import NAMES, Instruction, Program, ReduceGradient
+from megatron_flex.schedule.list_scheduler import Schedule
+from megatron_flex.schedule.validate import ProgramError, validate
+from tests.oracles import emit as emit_oracle
+from tests.oracles import validate as validate_oracle
+from tests.unit.schedule.strategies import random_case
+from tests.unit.schedule.switches import edited, moved, random_switch, without
+
+
+def drawn(
+    seed: int, devices: int = 8, batches: int = 16
+) -> tuple[Schedule, LayerList, Program, bool]:
+    """A random schedule and its program by the oracle; whether it only runs forward.
+
+    Without a switch, with one, with sharded states that are cut anew, or an evaluation.
+    """
+    way = random.Random(seed).choice(["keep", "switch", "sharded", "evaluate"])
+    if way in ("keep", "evaluate"):
+        case = random_case(seed, devices, batches)
+        built = case.build(forward_only=way == "evaluate")
+        switch, layers, world = None, case.layers, case.world_size
+    else:
+        both = random_switch(seed, devices, batches, sharded=way == "sharded")
+        built, switch = both.schedule(), both.switch
+        layers, world = both.layers, both.case.world_size
+    placement, tokens = built.timeline.placement, built.program.tokens
+    expected = emit_oracle.emit(placement, layers, tokens, world, switch)
+    return built, layers, expected, way == "evaluate"
+
+
+def test_lists_are_those_of_the_oracle(count: Callable[[int, int], int]) -> None:
+    for seed in range(count(200, 5000)):
+        built, _, expected, _ = drawn(seed)
+        assert built.program == expected, f"seed {seed}"
+        assert built.program.instructions == expected.instructions, f"seed {seed}"
+
+
+def verdict(
+    check: Callable[..., None], program: Program, layers: LayerList, forward_only: bool
+) -> tuple[str, int, int]:
+    """What a validator says; the steps that it shows included."""
+    try:
+        check(program, layers, forward_only=forward_only)
+    except ProgramError as error:
+        return str(error), error.device, error.step
+    return "accepted", -1, -1
+
+
+def broken(rng: random.Random, built: Program) -> Program:
+    """The program with one to three changes, of which some do no harm."""
+    for _ in range(rng.choice([1, 1, 1, 2, 3])):
+        device = rng.choice([d for d, steps in enumerate(built.instructions) if len(steps)])
+        steps = built.instructions[device]
+        step = rng.randrange(len(steps))
+        way = rng.choice(["drop", "double", "move", "swap", "number", "kind", "elsewhere"])
+        other = rng.randrange(len(built.instructions))
+        if way == "drop":
+            built = without(built, device, step)
+        elif way == "double":
+            built = edited(built, device, _inserter(steps[step], rng.randint(step, len(steps))))
+        elif way == "move":
+            built = moved(built, device, step, rng.randrange(len(steps)))
+        elif way == "swap":
+            to = rng.randrange(len(steps))
+            built = edited(built, device, _swapper(step, to))
+        elif way == "elsewhere":
+            at = rng.randrange(len(built.instructions[other]) + 1)
+            built = edited(without(built, device, step), other, _inserter(steps[step], at))
+        else:
+            change = _numbered if way == "number" else _of_another_kind
+            built = edited(built, device, _setter(step, change(rng, steps[step])))
+    return built
+
+
+def _inserter(what: Instruction, at: int) -> Callable[[list[Instruction]], None]:
+    return lambda steps: steps.insert(at, what)
+
+
+def _setter(step: int, what: Instruction) -> Callable[[list[Instruction]], None]:
+    return lambda steps: steps.__setitem__(step, what)
+
+
+def _swapper(a: int, b: int) -> Callable[[list[Instruction]], None]:
+    def swap(steps: list[Instruction]) -> None:
+        steps[a], steps[b] = steps[b], steps[a]
+
+    return swap
+
+
+def _numbered(rng: random.Random, op: Instruction) -> Instruction:
+    """With another number in one field."""
+    names = [n for n in ("micro_batch", "stage", "peer", "tokens", "slab", "start", "stop")
+             if hasattr(op, n)]  # fmt: skip
+    if isinstance(op, ReduceGradient) and rng.random() < 0.5:
+        return replace(op, group=tuple(sorted(rng.sample(range(9), rng.randint(1, 4)))))
+    if not names:
+        return op
+    name = rng.choice(names)
+    return replace(op, **{name: getattr(op, name) + rng.choice([-32, -1, 1, 2, 32])})
+
+
+def _of_another_kind(rng: random.Random, op: Instruction) -> Instruction:
+    """Another instruction with the same fields."""
+    names = [field.name for field in fields(op)]
+    kinds = [c for c in NAMES.values() if [field.name for field in fields(c)] == names]
+    return rng.choice(kinds)(**{name: getattr(op, name) for name in names})
+
+
+def test_verdicts_are_those_of_the_oracle(count: Callable[[int, int], int]) -> None:
+    refused = 0
+    for seed in range(count(200, 5000)):
+        built, layers, expected, forward_only = drawn(seed, devices=6, batches=8)
+        validate(built.program, layers, forward_only=forward_only)
+        validate_oracle.validate(expected, layers, forward_only=forward_only)
+        rng = random.Random(seed)
+        for _ in range(4):
+            wrong = broken(rng, expected)
+            native = verdict(validate, wrong, layers, forward_only)
+            assert native == verdict(validate_oracle.validate, wrong, layers, forward_only), (
+                f"seed {seed}"
+            )
+            refused += native[0] != "accepted"
+    assert refused > 400
+
+
+def test_an_evaluation_is_no_iteration_to_either() -> None:
+    case = random_case(3)
+    program = case.build(forward_only=True).program
+    with pytest.raises(ProgramError) as native:
+        validate(program, case.layers)
+    with pytest.raises(ProgramError) as python:
+        validate_oracle.validate(program, case.layers)
+    assert str(native.value) == str(python.value)
