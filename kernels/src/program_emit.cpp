@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "api.h"
+#include "large.h"
 #include "program.h"
 
 // Mirrored by megatron_flex/schedule/emit.py; all fields are eight bytes.
@@ -49,7 +50,6 @@ class Emitter {
       : p_(p),
         members_{p.member_offset, p.member},
         sender_(total(), -1),
-        taken_(total()),
         queues_(p.placed),
         own_(p.devices),
         first_(p.devices),
@@ -124,16 +124,17 @@ class Emitter {
     list->insert(list->end(), {first, static_cast<uint64_t>(start), static_cast<uint64_t>(stop)});
   }
 
-  // Every message by its pair of devices, in one order over all devices.
+  // Every message by its pair of devices, in the order in which its operations run.
   void line_up_messages() {
-    std::vector<int64_t> by_sequence(total());
-    for (int64_t code = 0; code < total(); ++code) by_sequence[p_.sequence[code]] = code;
-    for (const int64_t code : by_sequence) {
-      for (int64_t e = p_.offset[code]; e < p_.offset[code + 1]; ++e) {
-        const int64_t target = p_.target[e];
-        if (p_.device[target] == p_.device[code]) continue;
-        sender_[target] = code;
-        queue(p_.device[code], p_.device[target]).waiting.push_back(target);
+    for (int64_t device = 0; device < p_.placed; ++device) {
+      for (int64_t i = p_.order_offset[device]; i < p_.order_offset[device + 1]; ++i) {
+        const int64_t code = p_.order[i];
+        for (int64_t e = p_.offset[code]; e < p_.offset[code + 1]; ++e) {
+          const int64_t target = p_.target[e];
+          if (p_.device[target] == device) continue;
+          sender_[target] = code;
+          queue(device, p_.device[target]).waiting.push_back(target);
+        }
       }
     }
   }
@@ -159,12 +160,8 @@ class Emitter {
     if (device < p_.placed) {
       for (int64_t i = p_.order_offset[device]; i < p_.order_offset[device + 1]; ++i) {
         const int64_t code = p_.order[i];
-        const auto here = std::make_pair(p_.start[code], p_.sequence[code]);
-        while (next < own.size() &&
-               std::make_pair(p_.ready[own[next]], p_.after[own[next]]) < here) {
-          reduce(own[next++]);
-        }
-        if (sender_[code] >= 0 && !taken_[code]) receive(code, device);
+        while (next < own.size() && is_before(own[next], code)) reduce(own[next++]);
+        if (sender_[code] >= 0) receive(code, device);
         const int64_t kind = code / (p_.stages * p_.batches);
         const int64_t backward = p_.kinds > 2 ? kBackwardInput : kBackward;
         put(kind == 0   ? kForward
@@ -182,14 +179,18 @@ class Emitter {
     while (next < own.size()) reduce(own[next++]);
   }
 
+  bool is_before(int64_t reduction, int64_t code) const {
+    return std::make_pair(p_.ready[reduction], p_.after[reduction]) <
+           std::make_pair(p_.start[code], p_.sequence[code]);
+  }
+
   // Receive what `code` needs from another device, and what that sent before it.
   void receive(int64_t code, int64_t device) {
     const int64_t peer = p_.device[sender_[code]];
     Queue& messages = queue(peer, device);
     for (;;) {
-      const int64_t waiting = messages.waiting[messages.next++];
-      const int64_t sent = sender_[waiting];
-      taken_[waiting] = 1;
+      const int64_t waiting = messages.waiting[messages.next++], sent = sender_[waiting];
+      sender_[waiting] = -1;
       put(forward(sent) ? kRecvActivation : kRecvGradient, stage_of(sent), peer, batch_of(sent));
       if (waiting == code) return;
     }
@@ -242,8 +243,7 @@ class Emitter {
 
   const mflex_emit_problem& p_;
   Rows members_;
-  std::vector<int64_t> sender_;  // of each operation: whose message it needs; -1
-  std::vector<char> taken_;
+  LargeVector<int64_t> sender_;             // of each operation: whose message it still needs; -1
   std::vector<std::vector<Queue>> queues_;  // by source
   std::vector<std::vector<int64_t>> own_;   // reductions of each device, in the order of issue
   std::vector<Words> first_, late_;         // of each device

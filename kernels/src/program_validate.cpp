@@ -83,7 +83,8 @@ class Replay {
 
  private:
   struct Message {
-    int64_t op, stage, batch, tokens, number;
+    const uint64_t* word;
+    int64_t number;  // of the step that sends it
   };
   // Messages from one device to another, first in, first out.
   struct Queue {
@@ -257,8 +258,9 @@ class Replay {
     return found;
   }
 
-  int64_t size(const Step& step) const {
-    return p_.sizes ? p_.sizes[lists_[device_].at() - p_.words] : p_.tokens[step.batch()];
+  // Tokens of the message that a word sends or receives.
+  int64_t size(const uint64_t* word) const {
+    return p_.sizes ? p_.sizes[word - p_.words] : p_.tokens[*word >> 44];
   }
 
   Queue& queue(int64_t source, int64_t target) {
@@ -277,13 +279,14 @@ class Replay {
     if (state_[at] < (step.op == kSendActivation ? kForwarded : kHalf)) {
       stop("sent before it is computed");
     }
-    const int64_t tokens = size(step);
+    const uint64_t* word = lists_[device_].at();
+    const int64_t tokens = size(word);
     if (tokens != p_.tokens[step.batch()]) {
       stop("the message has " + str(tokens) + " tokens, micro-batch " + str(step.batch()) +
            " has " + str(p_.tokens[step.batch()]));
     }
     sent = steps_[device_];
-    queue(source, target).messages.push_back({step.op, step.stage(), step.batch(), tokens, sent});
+    queue(source, target).messages.push_back({word, sent});
     if (waits_for_[target] == source) {
       waits_for_[target] = -1;
       ready_.push_back(target);
@@ -300,16 +303,18 @@ class Replay {
       return false;
     }
     const Message& found = sent.messages[sent.next++];
+    const Step message = Reader(found.word, found.word + 1).look();
     const int64_t wanted = step.op == kRecvActivation ? kSendActivation : kSendGradient;
-    if (found.op != wanted || found.stage != step.stage() || found.batch != step.batch()) {
+    if (message.op != wanted || message.stage() != step.stage() ||
+        message.batch() != step.batch()) {
       stop("out of order: the next message from device " + str(source) + " is its step " +
            str(found.number) + ", {" + str(source) + "." + str(found.number) + "}");
     }
-    const int64_t tokens = size(step);
-    if (found.tokens != tokens) {
-      stop(std::string("the receive is ") + (tokens < found.tokens ? "smaller" : "larger") +
-           " than the message: " + str(tokens) + " tokens against " + str(found.tokens) +
-           " (device " + str(source) + ", step " + str(found.number) + ")");
+    const int64_t tokens = size(lists_[device_].at()), given = size(found.word);
+    if (given != tokens) {
+      stop(std::string("the receive is ") + (tokens < given ? "smaller" : "larger") +
+           " than the message: " + str(tokens) + " tokens against " + str(given) + " (device " +
+           str(source) + ", step " + str(found.number) + ")");
     }
     if (wanted == kSendActivation) {
       activation_[at + p_.batches] = 1;

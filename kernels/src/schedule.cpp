@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "api.h"
+#include "large.h"
 
 // Mirrored by megatron_flex/schedule/engine.py; all fields are eight bytes.
 struct mflex_schedule_problem {
@@ -204,10 +205,9 @@ class Pass {
       : p_(p),
         lender_(lender),
         rank_(p.batches),
-        slot_(p.devices * p.kinds * p.stages, -1),
         waiting_(p.queue_offset[p.devices]),
         admitted_(p.queue_offset[p.devices]),
-        needs_(p.needs, p.needs + p.kinds * p.stages * p.batches),
+        ops_(total()),
         in_flight_(p.devices * p.stages),
         used_(p.devices),
         forwards_left_(p.devices),
@@ -218,23 +218,38 @@ class Pass {
         is_touched_(p.devices),
         links_(p.devices) {
     for (int64_t i = 0; i < p.batches; ++i) rank_[p.turn[i]] = i;
+    std::vector<int32_t> slot(p.devices * p.kinds * p.stages, -1);
     for (int64_t d = 0; d < p.devices; ++d) {
       placed_[d] = p.order_offset[d];
       p.peak[d] = 0.0;
       for (int64_t i = p.queue_offset[d]; i < p.queue_offset[d + 1]; ++i) {
-        slot_[d * p.kinds * p.stages + p.queue[i]] = i;
+        slot[d * p.kinds * p.stages + p.queue[i]] = static_cast<int32_t>(i);
       }
     }
-    for (int64_t code = 0; code < total(); ++code) {
-      const int64_t device = p.device[code];
-      work_left_[device] += p.seconds[code];
-      forwards_left_[device] += code < p.stages * p.batches;
+    edges_.reserve(p.offset[total()]);
+    for (int64_t place = 0; place < total(); ++place) {
+      const auto [queue, rank] = split(place);
+      const int64_t code = queue * p.batches + p.turn[rank];
+      ops_[place] = {p.seconds[code],
+                     p.takes[code],
+                     p.frees[code],
+                     static_cast<int32_t>(p.device[code]),
+                     slot[p.device[code] * p.kinds * p.stages + queue],
+                     static_cast<int32_t>(edges_.size()),
+                     static_cast<int16_t>(p.offset[code + 1] - p.offset[code]),
+                     static_cast<int16_t>(p.needs[code])};
+      for (int64_t e = p.offset[code]; e < p.offset[code + 1]; ++e) {
+        edges_.push_back({p.wire[e], static_cast<int32_t>(p.target[e]),
+                          static_cast<int32_t>(place_of(p.target[e]))});
+      }
+      forwards_left_[p.device[code]] += code < p.stages * p.batches;
     }
+    for (int64_t code = 0; code < total(); ++code) work_left_[p.device[code]] += p.seconds[code];
   }
 
   Verdict run(double stop, bool force) {
     for (int64_t code = 0; code < total(); ++code) {
-      if (!needs_[code]) ready(code);
+      if (!p_.needs[code]) ready(place_of(code));
     }
     double now = 0.0;
     for (;;) {
@@ -248,7 +263,7 @@ class Pass {
       }
       touched_.clear();
       if (events_.empty()) {
-        if (started_ == total()) return kPlaced;
+        if (started_ == total()) return placed();
         if (!force || !start_anyway(now)) return kStuck;
         continue;
       }
@@ -258,7 +273,7 @@ class Pass {
         events_.pop();
         now = time;
         if (code < 0) {
-          arrive(-1 - code);
+          arrive(place_of(-1 - code));
         } else {
           ended(code, now);
         }
@@ -270,7 +285,39 @@ class Pass {
   using Event = std::pair<double, int64_t>;  // time; operation, or -1 - operation: an arrival
   using Heap = std::priority_queue<int64_t, std::vector<int64_t>, std::greater<int64_t>>;
 
+  // A large problem is in no cache. So what is asked again and again of an operation is together,
+  // and operations of micro-batches that enter one after the other are neighbours: the place of one
+  // is its code with the micro-batch's rank in its stead.
+  struct Operation {
+    double seconds, takes, frees;
+    int32_t device;
+    int32_t slot;  // of its queue
+    int32_t first_edge;
+    int16_t edges, needs;
+  };
+  struct Edge {
+    double wire;
+    int32_t target, place;
+  };
+
   int64_t total() const { return p_.kinds * p_.stages * p_.batches; }
+
+  Verdict placed() {
+    for (int64_t code = 0; code < total(); ++code) {
+      p_.finish[code] = p_.start[code] + p_.seconds[code];
+    }
+    return kPlaced;
+  }
+
+  // Queue and micro-batch of a code, or queue and rank of a place.
+  std::pair<int64_t, int64_t> split(int64_t code) const {
+    const auto of = static_cast<uint32_t>(code), batches = static_cast<uint32_t>(p_.batches);
+    return {of / batches, of % batches};
+  }
+  int64_t place_of(int64_t code) const {
+    const auto [queue, batch] = split(code);
+    return queue * p_.batches + rank_[batch];
+  }
 
   void touch(int64_t device) {
     if (is_touched_[device]) return;
@@ -279,38 +326,40 @@ class Pass {
   }
 
   void ended(int64_t code, double now) {
-    const int64_t queue = code / p_.batches, batch = code % p_.batches;
-    const int64_t device = p_.device[code];
+    const auto [queue, batch] = split(code);
+    const Operation& op = ops_[queue * p_.batches + rank_[batch]];
+    const int64_t device = op.device;
     touch(device);
     idle_[device] = 1;
-    if (queue / p_.stages == kBackward && p_.lead[batch] == batch) {
-      --in_flight_[device * p_.stages + queue % p_.stages];
+    const int64_t stage = queue - kBackward * p_.stages;
+    if (0 <= stage && stage < p_.stages && p_.lead[batch] == batch) {
+      --in_flight_[device * p_.stages + stage];
     }
-    used_[device] -= p_.frees[code];
-    for (int64_t e = p_.offset[code]; e < p_.offset[code + 1]; ++e) {
-      const int64_t target = p_.target[e], to = p_.device[target];
+    used_[device] -= op.frees;
+    const Edge* edge = edges_.data() + op.first_edge;
+    for (const Edge* end = edge + op.edges; edge != end; ++edge) {
+      const int64_t to = ops_[edge->place].device;
       if (to != device) {
-        const double arrival = links_.cross(device, to, now, p_.wire[e]);
+        const double arrival = links_.cross(device, to, now, edge->wire);
         if (arrival > now) {
-          events_.emplace(arrival, -1 - target);
+          events_.emplace(arrival, -1 - static_cast<int64_t>(edge->target));
           continue;
         }
       }
-      arrive(target);
+      arrive(edge->place);
     }
   }
 
-  void arrive(int64_t code) {
-    if (!--needs_[code]) ready(code);
+  void arrive(int64_t place) {
+    if (!--ops_[place].needs) ready(place);
   }
 
-  void ready(int64_t code) {
-    const int64_t queue = code / p_.batches, batch = code % p_.batches;
-    const int64_t device = p_.device[code];
-    const int64_t slot = slot_[device * p_.kinds * p_.stages + queue];
+  void ready(int64_t place) {
+    const auto [queue, rank] = split(place);
+    const int64_t batch = p_.turn[rank];
     const bool admitted = queue < p_.stages && p_.lead[batch] != batch;
-    (admitted ? admitted_ : waiting_)[slot].push(rank_[batch]);
-    touch(device);
+    (admitted ? admitted_ : waiting_)[ops_[place].slot].push(rank);
+    touch(ops_[place].device);
   }
 
   void dispatch(int64_t device, double now) {
@@ -350,15 +399,15 @@ class Pass {
 
   void begin(int64_t device, int64_t queue, int64_t batch, double now) {
     const int64_t code = queue * p_.batches + batch;
-    const double seconds = p_.seconds[code];
+    const Operation& op = ops_[queue * p_.batches + rank_[batch]];
+    const double seconds = op.seconds;
     p_.start[code] = now;
-    p_.finish[code] = now + seconds;
     p_.order[placed_[device]++] = code;
     p_.sequence[started_++] = code;
     idle_[device] = 0;
     after_backward_[device] = queue >= p_.stages;
     work_left_[device] -= seconds;
-    used_[device] += p_.takes[code];
+    used_[device] += op.takes;
     p_.peak[device] = std::max(p_.peak[device], used_[device]);
     if (queue < p_.stages && p_.train) {
       --forwards_left_[device];
@@ -391,10 +440,12 @@ class Pass {
 
   const mflex_schedule_problem& p_;
   Lender* lender_;
-  std::vector<int64_t> rank_, slot_;
+  std::vector<int64_t> rank_;
   std::vector<Heap> waiting_;   // by queue: what must be admitted, if it is a forward
   std::vector<Heap> admitted_;  // by queue: slices of chains that were
-  std::vector<int64_t> needs_, in_flight_;
+  LargeVector<Operation> ops_;  // by place
+  LargeVector<Edge> edges_;
+  std::vector<int64_t> in_flight_;
   std::vector<double> used_;
   std::vector<int64_t> forwards_left_;
   std::vector<double> work_left_;
