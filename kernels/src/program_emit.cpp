@@ -48,6 +48,7 @@ class Emitter {
  public:
   explicit Emitter(const mflex_emit_problem& p)
       : p_(p),
+        out_(p.words),
         members_{p.member_offset, p.member},
         sender_(total(), -1),
         queues_(p.placed),
@@ -63,18 +64,15 @@ class Emitter {
   }
 
   void run() {
-    uint64_t* out = p_.words;
     for (int64_t device = 0; device < p_.devices; ++device) {
-      list_.clear();
-      list_.insert(list_.end(), first_[device].begin(), first_[device].end());
+      p_.word_offset[device] = out_ - p_.words;
+      out_ = std::copy(first_[device].begin(), first_[device].end(), out_);
       compute(device);
       norms(device);
       put(kGlobalNorm);
       updates(device);
-      p_.word_offset[device] = out - p_.words;
-      out = std::copy(list_.begin(), list_.end(), out);
     }
-    p_.word_offset[p_.devices] = out - p_.words;
+    p_.word_offset[p_.devices] = out_ - p_.words;
   }
 
  private:
@@ -91,7 +89,7 @@ class Emitter {
   bool forward(int64_t code) const { return code < p_.stages * p_.batches; }
 
   void put(int64_t op, int64_t low = 0, int64_t middle = 0, int64_t high = 0) {
-    list_.push_back(word(op, low, middle, high));
+    *out_++ = word(op, low, middle, high);
   }
 
   // What travels before anything is computed, and what is handed over and given up at the end.
@@ -235,20 +233,20 @@ class Emitter {
     for (const int64_t slab : dropped) {
       if (!has(sent, slab)) put(kDrop, slab);
     }
-    list_.insert(list_.end(), late.begin(), late.end());
+    out_ = std::copy(late.begin(), late.end(), out_);
     for (const int64_t slab : dropped) {
       if (has(sent, slab)) put(kDrop, slab);
     }
   }
 
   const mflex_emit_problem& p_;
+  uint64_t* out_;
   Rows members_;
   LargeVector<int64_t> sender_;             // of each operation: whose message it still needs; -1
   std::vector<std::vector<Queue>> queues_;  // by source
   std::vector<std::vector<int64_t>> own_;   // reductions of each device, in the order of issue
   std::vector<Words> first_, late_;         // of each device
   std::vector<std::vector<int64_t>> dropped_;
-  Words list_;
 };
 
 }  // namespace

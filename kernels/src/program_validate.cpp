@@ -85,12 +85,11 @@ class Replay {
   struct Message {
     const uint64_t* word;
     int64_t number;  // of the step that sends it
+    int64_t next;    // in its queue, or among the free ones; -1: it is the last
   };
   // Messages from one device to another, first in, first out.
   struct Queue {
-    int64_t target;
-    std::vector<Message> messages;
-    size_t next = 0;
+    int64_t target, first = -1, last = -1;
   };
 
   [[noreturn]] void stop(std::string reason) { fail_.stop(std::move(reason)); }
@@ -267,8 +266,30 @@ class Replay {
     auto& found = queues_[source];
     auto at = std::find_if(found.begin(), found.end(),
                            [target](const Queue& q) { return q.target == target; });
-    if (at == found.end()) at = found.insert(found.end(), Queue{target, {}});
+    if (at == found.end()) at = found.insert(found.end(), Queue{target});
     return *at;
+  }
+
+  void push(Queue* to, const uint64_t* word, int64_t number) {
+    int64_t place = free_;
+    if (place < 0) {
+      place = static_cast<int64_t>(messages_.size());
+      messages_.push_back({});
+    } else {
+      free_ = messages_[place].next;
+    }
+    messages_[place] = {word, number, -1};
+    (to->first < 0 ? to->first : messages_[to->last].next) = place;
+    to->last = place;
+  }
+
+  Message pop(Queue* from) {
+    const int64_t place = from->first;
+    const Message found = messages_[place];
+    from->first = found.next;
+    messages_[place].next = free_;
+    free_ = place;
+    return found;
   }
 
   bool send(const Step& step) {
@@ -286,7 +307,7 @@ class Replay {
            " has " + str(p_.tokens[step.batch()]));
     }
     sent = steps_[device_];
-    queue(source, target).messages.push_back({word, sent});
+    push(&queue(source, target), word, sent);
     if (waits_for_[target] == source) {
       waits_for_[target] = -1;
       ready_.push_back(target);
@@ -298,11 +319,11 @@ class Replay {
     const int64_t at = index(step);
     const auto [source, target] = ends(step);
     Queue& sent = queue(source, target);
-    if (sent.next == sent.messages.size()) {
+    if (sent.first < 0) {
       waits_for_[target] = source;
       return false;
     }
-    const Message& found = sent.messages[sent.next++];
+    const Message found = pop(&sent);
     const Step message = Reader(found.word, found.word + 1).look();
     const int64_t wanted = step.op == kRecvActivation ? kSendActivation : kSendGradient;
     if (message.op != wanted || message.stage() != step.stage() ||
@@ -581,8 +602,10 @@ class Replay {
   std::vector<int64_t> sent_activation_, sent_gradient_;  // steps at which they were; -1
   std::vector<int64_t> weights_left_;                     // [devices, stages], gradients to come
   std::vector<std::vector<Queue>> queues_;                // by source
-  std::vector<int64_t> waits_for_;                        // sender that a receive waits for; -1
-  std::vector<char> arrived_;                             // [devices, slabs], at the reduction
+  std::vector<Message> messages_;                         // of all queues, and free ones
+  int64_t free_ = -1;
+  std::vector<int64_t> waits_for_;  // sender that a receive waits for; -1
+  std::vector<char> arrived_;       // [devices, slabs], at the reduction
   std::vector<int64_t> num_arrived_;
   std::vector<char> reduced_, updated_;       // [devices, slabs]
   std::vector<std::vector<int64_t>> normed_;  // devices that have counted each norm

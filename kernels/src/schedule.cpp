@@ -207,7 +207,8 @@ class Pass {
         rank_(p.batches),
         waiting_(p.queue_offset[p.devices]),
         admitted_(p.queue_offset[p.devices]),
-        ops_(total()),
+        ops_(kept_ops()),
+        edges_(kept_edges()),
         in_flight_(p.devices * p.stages),
         used_(p.devices),
         forwards_left_(p.devices),
@@ -226,6 +227,8 @@ class Pass {
         slot[d * p.kinds * p.stages + p.queue[i]] = static_cast<int32_t>(i);
       }
     }
+    ops_.resize(total());
+    edges_.clear();
     edges_.reserve(p.offset[total()]);
     for (int64_t place = 0; place < total(); ++place) {
       const auto [queue, rank] = split(place);
@@ -300,6 +303,15 @@ class Pass {
     int32_t target, place;
   };
 
+  static LargeVector<Operation>& kept_ops() {
+    static thread_local LargeVector<Operation> ops;
+    return ops;
+  }
+  static LargeVector<Edge>& kept_edges() {
+    static thread_local LargeVector<Edge> edges;
+    return edges;
+  }
+
   int64_t total() const { return p_.kinds * p_.stages * p_.batches; }
 
   Verdict placed() {
@@ -358,8 +370,10 @@ class Pass {
     const auto [queue, rank] = split(place);
     const int64_t batch = p_.turn[rank];
     const bool admitted = queue < p_.stages && p_.lead[batch] != batch;
-    (admitted ? admitted_ : waiting_)[ops_[place].slot].push(rank);
-    touch(ops_[place].device);
+    const Operation& op = ops_[place];
+    __builtin_prefetch(edges_.data() + op.first_edge);
+    (admitted ? admitted_ : waiting_)[op.slot].push(rank);
+    touch(op.device);
   }
 
   void dispatch(int64_t device, double now) {
@@ -407,6 +421,11 @@ class Pass {
     idle_[device] = 0;
     after_backward_[device] = queue >= p_.stages;
     work_left_[device] -= seconds;
+    // What its end will touch.
+    const Edge* edge = edges_.data() + op.first_edge;
+    for (const Edge* end = edge + op.edges; edge != end; ++edge) {
+      __builtin_prefetch(&ops_[edge->place], 1);
+    }
     used_[device] += op.takes;
     p_.peak[device] = std::max(p_.peak[device], used_[device]);
     if (queue < p_.stages && p_.train) {
@@ -443,8 +462,9 @@ class Pass {
   std::vector<int64_t> rank_;
   std::vector<Heap> waiting_;   // by queue: what must be admitted, if it is a forward
   std::vector<Heap> admitted_;  // by queue: slices of chains that were
-  LargeVector<Operation> ops_;  // by place
-  LargeVector<Edge> edges_;
+  // Kept from pass to pass of a thread: to get them anew takes as long as to fill them.
+  LargeVector<Operation>& ops_;  // by place
+  LargeVector<Edge>& edges_;
   std::vector<int64_t> in_flight_;
   std::vector<double> used_;
   std::vector<int64_t> forwards_left_;

@@ -171,7 +171,7 @@ def _write(
     # A reduction's member may reduce, count, update, gather and drop.
     most = len(order) + 2 * len(ops.target) + 5 * len(member) + world_size
     most += 2 * len(moves) + 3 * len(recuts) + 6 * len(pieces)
-    words = np.zeros(most, dtype=np.uint64)
+    words = np.empty(most, dtype=np.uint64)
     word_offset = np.zeros(world_size + 1, dtype=np.int64)
     arrays: dict[str, Array] = {
         **{name: np.ascontiguousarray(getattr(ops, name)) for name in ("device", "offset")},
@@ -212,7 +212,7 @@ def _write(
         **pointers(arrays),
     )
     function("mflex_program_emit")(ctypes.addressof(native))
-    return Lists(words[: word_offset[-1]].copy(), word_offset, groups, tokens)
+    return Lists(words[: word_offset[-1]], word_offset, groups, tokens)
 
 
 def _refines(plan: Plan, whole: Plan) -> bool:
