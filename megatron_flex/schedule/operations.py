@@ -75,6 +75,19 @@ class Operations:
     wire: Floats
     lead: Integers
 
+    @property
+    def source(self) -> Integers:
+        """Of each edge: the operation that it comes from."""
+        return np.repeat(np.arange(len(self.device)), np.diff(self.offset))
+
+    def senders(self) -> Integers:
+        """For each operation, the one whose message it needs from another device; -1 for none."""
+        source = self.source
+        crosses = self.device[source] != self.device[self.target]
+        found = np.full(len(self.device), -1)
+        found[self.target[crosses]] = source[crosses]
+        return found
+
 
 def operations(
     costs: OpCosts,

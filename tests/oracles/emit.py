@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-import numpy as np
-
 from megatron_flex.model.layers import LayerList
 from megatron_flex.schedule.emit import Reduction, reductions
 from megatron_flex.schedule.instructions import (
@@ -32,7 +30,7 @@ from megatron_flex.schedule.instructions import (
     SquaredNorm,
     UpdateOrSkip,
 )
-from megatron_flex.schedule.operations import Operations, OpKind
+from megatron_flex.schedule.operations import OpKind
 from megatron_flex.schedule.placement import Placement
 from megatron_flex.schedule.shards import Cut
 from megatron_flex.schedule.transition import Move, Transition
@@ -54,7 +52,7 @@ def emit(
     """
     problem = placement.problem
     plan = problem.plan
-    senders = _senders(problem.operations)
+    senders = problem.operations.senders().tolist()
     messages = _messages(placement, senders)
     reduces = () if problem.forward_only else reductions(placement, layers, switch)
     moves = () if switch is None else switch.moves
@@ -85,15 +83,6 @@ def emit(
         elements,
         problem.chains,
     )
-
-
-def _senders(ops: Operations) -> list[int]:
-    """For each operation, the one whose message it needs from another device; -1 for none."""
-    source = np.repeat(np.arange(len(ops.device)), np.diff(ops.offset))
-    crosses = ops.device[source] != ops.device[ops.target]
-    found = np.full(len(ops.device), -1)
-    found[ops.target[crosses]] = source[crosses]
-    return [int(code) for code in found]
 
 
 def _instruction(r: Reduction) -> ReduceGradient:
