@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import numpy as np
 
@@ -20,7 +20,13 @@ from megatron_flex.simulator.padding import Padded, batch_of_padded, by_bucket, 
 
 
 class Batching(Protocol):
-    """A rule, and what of it is tuned."""
+    """A rule, and what of it is tuned.
+
+    Attributes:
+        by_plan: what it does depends on the plan.
+    """
+
+    by_plan: ClassVar[bool]
 
     @property
     def name(self) -> str:
@@ -36,6 +42,7 @@ class ByCount:
 
     size: int
     length: int = 0
+    by_plan: ClassVar[bool] = False
 
     @property
     def name(self) -> str:
@@ -52,6 +59,7 @@ class ByBucket:
     """Samples of like length together, padded, up to a number of computed tokens."""
 
     budget: int
+    by_plan: ClassVar[bool] = False
 
     @property
     def name(self) -> str:
@@ -69,6 +77,7 @@ class ByCut:
 
     cut: Cut
     name: str
+    by_plan: ClassVar[bool] = False
 
     def ways(self, lengths: Sequence[int], plan: Plan, costs: ModelCosts) -> tuple[Batch, ...]:
         """See :class:`Batching`."""
@@ -86,6 +95,7 @@ class ByDynaPipe:
     """
 
     name: str = "DynaPipe"
+    by_plan: ClassVar[bool] = True
 
     def ways(self, lengths: Sequence[int], plan: Plan, costs: ModelCosts) -> tuple[Batch, ...]:
         """See :class:`Batching`."""

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,10 +32,10 @@ from megatron_flex.planner.build import Batch, ModelCosts
 from megatron_flex.planner.flops import kind_work
 from megatron_flex.planner.plan import Plan
 from megatron_flex.planner.planner import Planner
-from megatron_flex.planner.simulation import Prediction, op_costs
+from megatron_flex.planner.simulation import op_costs
 from megatron_flex.planner.ways import micro_batches
 from megatron_flex.schedule.costs import OpCosts
-from megatron_flex.simulator.setting import Setting, outcome
+from megatron_flex.simulator.setting import Setting
 from megatron_flex.simulator.static import Runner, Variant
 
 
@@ -77,11 +78,14 @@ class Ring:
         again[list(plan.o_plan.recompute)] = 1.0
         count = np.add.reduceat(units, starts)
         twice = np.add.reduceat(units * again, starts)
-        tables = dict(own.arrays)
-        tables["forward"] = tables["forward"] + np.outer(count, forward)
-        tables["backward_input"] = tables["backward_input"] + np.outer(2.0 * count + twice, forward)
         reduce, update = self._sums(plan, own)
-        return OpCosts.of(tables, reduce, update)
+        return replace(
+            own,
+            forward=own.forward + np.outer(count, forward),
+            backward_input=own.backward_input + np.outer(2.0 * count + twice, forward),
+            reduce=reduce,
+            update=update,
+        )
 
     def _exposed(self, batch: Batch) -> NDArray[np.float64]:
         """Seconds that a forward of one attention unit waits for its ring, of each micro-batch."""
@@ -122,6 +126,7 @@ class Shared:
 
     cut: Cut
     degree: int
+    by_plan: ClassVar[bool] = False
 
     @property
     def name(self) -> str:
@@ -146,6 +151,6 @@ class ContextRunner(Runner):
         inner = Setting(setting.config, cluster, setting.profile, setting.base)
         return super()._planner(inner)
 
-    def outcome(self, plan: Plan, batch: Batch, stop: float) -> Prediction | None:
+    def op_costs(self, plan: Plan, batch: Batch) -> OpCosts:
         """With what the ring costs."""
-        return outcome(self.costs, plan, batch, op=self._ring.op_costs(plan, batch), stop=stop)
+        return self._ring.op_costs(plan, batch)

@@ -147,7 +147,7 @@ def _tensor(setting: Setting, sample: Sequence[Lengths]) -> list[Runner]:
     for degree in _degrees(setting):
         if not divides(setting.config, degree):
             continue
-        for schedule in ("1f1b", "interleaved", "zb-h1", "zb-v"):
+        for schedule in ("1f1b", "interleaved", "zb-v"):
             for budget in budgets(sample):
                 rule = replace(_whole(setting, budget), name=f"{budget} tokens over {degree}")
                 found.append(TensorRunner(setting, Variant(schedule, rule), degree))

@@ -30,7 +30,7 @@ from megatron_flex.planner.ways import batch_of, ways
 from megatron_flex.simulator.changes import stall_seconds
 from megatron_flex.simulator.presets import PLANNED, STATIC, Planned, Static, open_cut
 from megatron_flex.simulator.records import record_of
-from megatron_flex.simulator.setting import Setting, outcome
+from megatron_flex.simulator.setting import Setting, place, prediction
 from megatron_flex.simulator.sources import Lengths, Source, extremes
 from megatron_flex.simulator.static import Tuned, tune
 
@@ -215,18 +215,18 @@ class PlannedRun:
         decision = self._decide(number, lengths)
         batch = self._finder(number).pricers[decision.micro_batching].batch
         pricer = self._finder(number).pricers[decision.micro_batching]
-        prediction, besides = self._outcome(decision, pricer)
+        outcome, besides = self._outcome(decision, pricer)
         stall = 0.0
         if self._running is not None:
             stall = stall_seconds(
                 self._planner.units, self._running, decision.plan, self._preset.switch
             )
         record = record_of(
-            self._setting, number, lengths, decision.plan, batch, prediction,
+            self._setting, number, lengths, decision.plan, batch, outcome,
             swap=besides, stall=stall, decision=decision, switched=self._switched(decision.plan),
         )  # fmt: skip
         self._finders.pop(number)
-        self._go_on(decision.plan, batch, lengths, prediction.seconds + besides)
+        self._go_on(decision.plan, batch, lengths, outcome.seconds + besides)
         return record
 
     def _switched(self, plan: Plan) -> bool:
@@ -255,15 +255,16 @@ class PlannedRun:
         """What the iteration takes, and seconds besides: waits for the host."""
         plan, batch = decision.plan, pricer.batch
         if self._span.programs:
-            prediction: Prediction | None = self._planner.maker.keep(plan, batch).prediction
+            found = self._planner.maker.keep(plan, batch).prediction
         else:
-            prediction = outcome(self._planner.units, plan, batch)
-        if prediction is None:
-            raise PlanError(f"the state of '{plan}' does not fit a device")
+            placed = place(self._planner.units, plan, batch)
+            if placed is None:
+                raise PlanError(f"the state of '{plan}' does not fit a device")
+            found = prediction(self._planner.units, plan, batch, placed)
         if self._hbsa.peak is not None and self._lookahead is None:
             own = decision.predicted  # in totals, no single units
-            return prediction, own.recompute_seconds + own.swap_seconds
-        return prediction, swap_seconds(pricer, plan)
+            return found, own.recompute_seconds + own.swap_seconds
+        return found, swap_seconds(pricer, plan)
 
     def _go_on(self, plan: Plan, batch: Batch, lengths: Lengths, seconds: float) -> None:
         peak = self._hbsa.peak

@@ -17,7 +17,7 @@ from megatron_flex.planner.flops import model_work, total_work
 from megatron_flex.planner.options import PlannerOptions
 from megatron_flex.planner.plan import Plan
 from megatron_flex.planner.planner import Planner
-from megatron_flex.planner.simulation import Prediction, op_costs, place_plan, static_bytes
+from megatron_flex.planner.simulation import Placed, Prediction, place_plan, static_bytes
 from megatron_flex.schedule.costs import OpCosts
 from megatron_flex.schedule.timeline import timeline
 
@@ -68,29 +68,29 @@ class Setting:
         return float((token * tokens + pair * tokens**2).sum()) / self.devices
 
 
-def outcome(
+def place(
     costs: ModelCosts,
     plan: Plan,
     batch: Batch,
     *,
     op: OpCosts | None = None,
     stop: float = math.inf,
-) -> Prediction | None:
-    """One iteration of a plan as its schedule runs it; ``None`` if not below ``stop`` seconds.
+) -> Placed | None:
+    """One iteration of a plan as its schedule runs it; ``None``: it is not below ``stop`` seconds.
 
-    Also where it does not fit. As :func:`megatron_flex.planner.simulation.predict`, with costs of
-    operations that may be given.
+    Also where state alone does not fit. As
+    :func:`~megatron_flex.planner.simulation.predict`, with costs of operations that may be given.
     """
     fixed = static_bytes(costs, plan, batch)
     if min(costs.budget - fixed[d] for d in plan.devices) < 0:
         return None
-    op = op_costs(costs, plan, batch) if op is None else op
-    placed = place_plan(costs, plan, batch, op=op, stop=stop, fixed=fixed)
-    if placed is None:
-        return None
+    return place_plan(costs, plan, batch, op=op, stop=stop, fixed=fixed)
+
+
+def prediction(costs: ModelCosts, plan: Plan, batch: Batch, placed: Placed) -> Prediction:
+    """Its time and memory."""
+    fixed = static_bytes(costs, plan, batch)
     line = timeline(placed.placement, costs.layers)
-    if line.makespan >= stop:
-        return None
     peaks = tuple(
         fixed[d] + (line.peak[d] if d < len(line.peak) else 0.0)
         for d in range(costs.cluster.world_size)

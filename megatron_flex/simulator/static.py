@@ -9,17 +9,29 @@ batch of the sample, and those that need most memory, fit.
 from __future__ import annotations
 
 import math
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from megatron_flex.planner.build import Batch, ModelCosts
 from megatron_flex.planner.plan import OPlan, Plan, PlanError
 from megatron_flex.planner.planner import Planner
+from megatron_flex.planner.pool import Pool
 from megatron_flex.planner.pricing import Pricer
-from megatron_flex.planner.simulation import Prediction
+from megatron_flex.planner.simulation import Placed, Prediction, op_costs
+from megatron_flex.schedule.costs import OpCosts
+from megatron_flex.schedule.timeline import iteration_seconds
 from megatron_flex.simulator.batching import Batching
-from megatron_flex.simulator.setting import Setting, outcome
+from megatron_flex.simulator.setting import Setting, place, prediction
 from megatron_flex.simulator.sources import Lengths
+
+REMEMBERED = 256
+"""Batches that a runner remembers as it has cut them."""
+SEARCHED = 25
+"""Simulations for each batch of the sample where layouts are searched for."""
+DOUBT = 1.25
+"""What the closed form puts so far above the best simulated is not simulated: it is seldom above
+the simulation at all, and by less (docs/planner.md)."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +81,7 @@ class Runner:
     def __init__(self, setting: Setting, variant: Variant) -> None:
         self.variant = variant
         self.planner = self._planner(setting)
+        self._known: OrderedDict[object, tuple[Pricer, ...]] = OrderedDict()
 
     def _planner(self, setting: Setting) -> Planner:
         v = self.variant
@@ -84,53 +97,82 @@ class Runner:
 
     def plans(self, sample: Sequence[Lengths]) -> Iterable[Plan]:
         """Layouts to try."""
-        found = dict.fromkeys(Plan(p.stages) for p in self.planner.even_plans)
+        even = self.planner.even_plans
+        found = dict.fromkeys(Plan(p.stages) for p in even)
         if not self.variant.even:
+            pool = Pool.empty()
             for lengths in sample:
-                ways = self.ways(self.planner.even_plans[0], lengths)
-                decision = self.planner.decide(ways, None)
+                batches = [pricer.batch for pricer in self.ways(even[0], lengths)]
+                decision, pool = self.planner.decide_with(pool, batches, None, count=SEARCHED)
                 found[Plan(decision.plan.stages)] = None
         return found
 
-    def ways(self, plan: Plan, lengths: Lengths) -> tuple[Batch, ...]:
+    def ways(self, plan: Plan, lengths: Lengths) -> tuple[Pricer, ...]:
         """The ways of cutting a batch under a plan."""
-        return self.variant.batching.ways(lengths, plan, self.costs)
+        batching = self.variant.batching
+        key = (lengths, plan.stages) if batching.by_plan else lengths
+        if key not in self._known:
+            batches = batching.ways(lengths, plan, self.costs)
+            self._known[key] = tuple(Pricer(self.costs, batch) for batch in batches)
+            if len(self._known) > REMEMBERED:
+                self._known.popitem(last=False)
+        return self._known[key]
 
     def price(self, plan: Plan, lengths: Lengths) -> tuple[float, OPlan]:
         """Seconds by the closed form, and the memory optimisation that it takes."""
-        found = math.inf, OPlan()
-        for batch in self.ways(plan, lengths):
-            price = Pricer(self.costs, batch).price(plan)
-            if price.seconds < found[0]:
-                found = price.seconds, price.plan.o_plan
-        return found
+        prices = [pricer.price(plan) for pricer in self.ways(plan, lengths)]
+        best = min(prices, key=lambda p: p.seconds, default=None)
+        return (math.inf, OPlan()) if best is None else (best.seconds, best.plan.o_plan)
 
-    def run(
+    def seconds(
         self, plan: Plan, lengths: Lengths, settled: OPlan | None, stop: float = math.inf
-    ) -> Ran | None:
-        """One iteration in the best way of cutting; ``None``: it does not fit, or takes longer.
+    ) -> float:
+        """Of one iteration in the best way of cutting, at least ``stop`` where that is no less.
 
         ``settled``: what is recomputed all the time; ``None``: what each batch needs.
         """
-        best: Ran | None = None
-        for batch in self.ways(plan, lengths):
-            price = Pricer(self.costs, batch).price(plan)
-            limit = stop if best is None else best.seconds
-            if not price.fits:
-                continue
-            own, rescued = price.plan.o_plan, False
-            if settled is not None:
-                both = _union([settled, own])
-                rescued, own = both != settled, both
-            chosen = replace(price.plan, o_plan=own)
-            found = self.outcome(chosen, batch, limit)
-            if found is not None:
-                best = Ran(chosen, batch, found, rescued)
+        best = stop
+        for pricer in self.ways(plan, lengths):
+            price = pricer.price(plan)
+            if price.fits:
+                chosen, _ = _settle(price.plan, settled)
+                best = min(best, self._placed(chosen, pricer.batch, best)[0])
         return best
 
-    def outcome(self, plan: Plan, batch: Batch, stop: float) -> Prediction | None:
-        """See :func:`~megatron_flex.simulator.setting.outcome`."""
-        return outcome(self.costs, plan, batch, stop=stop)
+    def run(self, plan: Plan, lengths: Lengths, settled: OPlan | None) -> Ran | None:
+        """The same iteration in full; ``None``: it does not fit."""
+        best, found = math.inf, None
+        for pricer in self.ways(plan, lengths):
+            price = pricer.price(plan)
+            if not price.fits:
+                continue
+            chosen, rescued = _settle(price.plan, settled)
+            seconds, placed = self._placed(chosen, pricer.batch, best)
+            if placed is not None and seconds < best:
+                best, found = seconds, (chosen, pricer.batch, placed, rescued)
+        if found is None:
+            return None
+        chosen, batch, placed, rescued = found
+        return Ran(chosen, batch, prediction(self.costs, chosen, batch, placed), rescued)
+
+    def _placed(self, plan: Plan, batch: Batch, stop: float) -> tuple[float, Placed | None]:
+        """Seconds of a plan, at least ``stop`` where that is no less, and its operations."""
+        placed = place(self.costs, plan, batch, op=self.op_costs(plan, batch), stop=stop)
+        if placed is None:
+            return stop, None
+        return iteration_seconds(placed.placement, self.costs.layers), placed
+
+    def op_costs(self, plan: Plan, batch: Batch) -> OpCosts:
+        """Costs of every operation."""
+        return op_costs(self.costs, plan, batch)
+
+
+def _settle(plan: Plan, settled: OPlan | None) -> tuple[Plan, bool]:
+    """A plan that fits, with what the run has settled on besides; whether that was too little."""
+    if settled is None:
+        return plan, False
+    both = _union([settled, plan.o_plan])
+    return replace(plan, o_plan=both), both != settled
 
 
 @dataclass(frozen=True)
@@ -205,10 +247,11 @@ def tune(
     entries.sort(key=lambda e: e.seconds)
     best, least = None, math.inf
     for entry in entries:
+        if entry.seconds > DOUBT * least:
+            break
         total = 0.0
         for lengths in sample:
-            ran = entry.runner.run(entry.plan, lengths, entry.settled, least - total)
-            total += math.inf if ran is None else ran.seconds
+            total += entry.runner.seconds(entry.plan, lengths, entry.settled, least - total)
             if total >= least:
                 break
         if total < least:

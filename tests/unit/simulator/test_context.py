@@ -57,14 +57,14 @@ def test_attention_hides_the_ring_where_it_takes_longer() -> None:
     for lengths in ((65536,), (64,) * 64):
         batch = shared(micro_batches(Cut(65536), lengths), 2)
         own, plain = ring.op_costs(plan, batch), op_costs(costs, plan, batch)
-        added = own.arrays["forward"] - plain.arrays["forward"]
+        added = own.forward - plain.forward
         bytes_ = batch.tokens * 2 * 4096 * 2  # keys and values in bf16
         wire = costs.intra.latency + bytes_ / costs.intra.bytes_per_second
         hides = 0.5 * 2.0 * 4096 * batch.squares * rate  # half of the pairs' work
         wait = np.maximum(0.0, wire - hides)
         assert added[0] == pytest.approx(8 * (wait + fixed), rel=1e-6)  # 8 layers
         assert (wait > 0.0) == (len(lengths) > 1)
-        back = own.arrays["backward_input"] - plain.arrays["backward_input"]
+        back = own.backward_input - plain.backward_input
         assert back == pytest.approx(2 * added)
 
 
@@ -74,12 +74,9 @@ def test_recompute_goes_round_again_and_sums_are_over_all_devices() -> None:
     batch = shared(micro_batches(Cut(1024), LENGTHS), 2)
     ring = Ring(costs, 2)
     again = Plan(plan.stages, OPlan(recompute=(1,)))
-    first = ring.op_costs(again, batch).arrays["backward_input"][0]
-    without = op_costs(costs, again, batch).arrays["backward_input"][0]
-    one = (
-        ring.op_costs(plan, batch).arrays["forward"]
-        - op_costs(costs, plan, batch).arrays["forward"]
-    )
+    first = ring.op_costs(again, batch).backward_input[0]
+    without = op_costs(costs, again, batch).backward_input[0]
+    one = ring.op_costs(plan, batch).forward - op_costs(costs, plan, batch).forward
     assert first - without == pytest.approx(one[0] / 8 * 17)
     own, plain = ring.op_costs(plan, batch), op_costs(costs, plan, batch)
     size, link = costs.slab_gradients[3], costs.intra
