@@ -13,9 +13,8 @@ A window ends with the switch back to the static plan (its terminal cost). With 
 sequence is never worse than the static plan: continuing as planned and then returning is always
 one of the next window's paths.
 
-Where plans are simulated, the path's first plan is one candidate among many, and what they cost is
-:class:`Ahead`'s: of the rolling sequence the same holds then in simulated time, for windows of any
-length, one batch included.
+Where plans are simulated, the path's first plan is one candidate among many, and what they cost
+besides their iteration is said in :mod:`beyond`: no path has to lead back then.
 """
 
 from __future__ import annotations
@@ -25,13 +24,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise, zip_longest
 
-from megatron_flex.planner.anytime import Entry
+from megatron_flex.planner.beyond import Ahead, Amortised
 from megatron_flex.planner.build import Batch
 from megatron_flex.planner.candidates import Candidate, Finder
 from megatron_flex.planner.decision import Decision
+from megatron_flex.planner.edges import Edges
 from megatron_flex.planner.hbsa import Hbsa
-from megatron_flex.planner.plan import Plan, Stage
-from megatron_flex.planner.planner import Planner, running_of
+from megatron_flex.planner.plan import Plan
+from megatron_flex.planner.planner import Planner
 from megatron_flex.planner.pool import Pool
 from megatron_flex.planner.switching import Running
 
@@ -90,7 +90,8 @@ class Lookahead:
         self.planner = planner
         self.static = Plan(static.stages)
         self.hbsa = hbsa
-        self._switches = planner.switches
+        self._edges = Edges(planner, static)
+        self.running_of, self.edge = self._edges.running_of, self._edges.edge
 
     def decide(self, window: Sequence[Sequence[Batch]], running: Running | None) -> Decision:
         """:meth:`decide_with` without plans of earlier batches."""
@@ -142,17 +143,18 @@ class Lookahead:
         """What a decision begins with; arguments as :meth:`decide_with`'s."""
         count = self.planner.options.simulations if count is None else count
         own = tuple(finders[0].searched(running))
-        known = pool if count != 0 else NOTHING
-        return Prospect(own, self.best_path(finders, running, own, known))
+        if count == 0:
+            return Prospect(own, self.best_path(finders, running, own))
+        return Prospect(own, self.best_path(finders, running, own, pool, back=False))
 
     def first(
         self, finder: Finder, running: Running | None, pool: Pool, count: int = FIRST
     ) -> tuple[Decision, Pool] | None:
         """A decision in ``count`` simulations, and the pool after it; nothing is searched.
 
-        It is between the static plan, the running one and those that were best of late, and looks
-        no further than the iteration, the switch to it and that back to the static plan. ``None``
-        at the start, and where static and running plan do not fit.
+        It is between the static plan, the running one and those that were best of late, and does
+        not look beyond the iteration. ``None`` at the start, and where static and running plan do
+        not fit.
         """
         if running is None or not pool.records:
             return None
@@ -162,8 +164,11 @@ class Lookahead:
             return None
         known = ((plan, min(way, len(finder.pricers) - 1)) for plan, way in pool.entries)
         own = ((Plan(c.plan.stages), c.micro_batching) for c in found)
-        back = Back(self, running)
-        return self.planner.search(finder, found, running, pool, count, back, starts=(*own, *known))
+        beyond = Amortised(self._edges, running, pool)
+        decision, after = self.planner.search(
+            finder, found, running, pool, count, beyond, starts=(*own, *known)
+        )
+        return decision, beyond.settled(after, decision)
 
     def decide_in(
         self,
@@ -185,10 +190,11 @@ class Lookahead:
         found += prospect.own
         if count == 0:
             return self.planner.choose(finders[0], found, running, settled=first), pool
-        ahead = Ahead(self, finders, running, path)
-        return self.planner.search(
+        ahead = Ahead(self._edges, running, pool, finders, path.plans, path.rest)
+        decision, after = self.planner.search(
             finders[0], found, running, pool, count, ahead, (self.static, Plan(first.plan.stages))
         )
+        return decision, ahead.settled(after, decision)
 
     def best_path(
         self,
@@ -196,12 +202,15 @@ class Lookahead:
         running: Running | None,
         own: Sequence[Candidate] | None = None,
         pool: Pool = NOTHING,
+        *,
+        back: bool = True,
     ) -> Path | None:
         """The shortest path; ``None`` when nothing fits the first batch.
 
         Args:
             own: what the exact search found for the first batch; default: it is searched.
             pool: with plans that were good before, few others are looked at.
+            back: the path ends with the switch back to the static plan.
         """
         if own is None and running is not None:
             own = list(finders[0].searched(running))
@@ -222,8 +231,8 @@ class Lookahead:
         for total, iterations, switches, plans in best:
             if shortest is not None and total >= shortest.seconds:
                 break  # and so are all that follow: a switch never takes less than nothing
-            back = self.edge(self.running_of(plans[-1]), self.static)
-            path = Path(plans, iterations, switches, back, rest)
+            end = self.edge(self.running_of(plans[-1]), self.static) if back else 0.0
+            path = Path(plans, iterations, switches, end, rest)
             if shortest is None or path.seconds < shortest.seconds:
                 shortest = path
         return shortest
@@ -281,17 +290,6 @@ class Lookahead:
             running = self.running_of(finder.best_of(decision.plan, None, "hbsa"))
         return plans
 
-    def running_of(self, candidate: Candidate) -> Running:
-        """An iteration of a candidate, as the switch after it sees it."""
-        return running_of(self.planner.units, candidate.price)
-
-    def edge(self, running: Running, plan: Plan) -> float:
-        """Seconds of a switch, and the margin that every switch must be worth on top."""
-        if running.plan.stages == plan.stages:
-            return 0.0
-        margin = self.planner.options.margin * running.seconds
-        return self._switches.price(running, plan).seconds + margin
-
     def _candidates(
         self,
         finders: Sequence[Finder],
@@ -323,95 +321,3 @@ class Lookahead:
             priced = [finder.best_of(plan, None, "window") for plan in kept]
             layers.append([c for c in priced if c.price.fits])
         return layers
-
-
-class Back:
-    """What a plan costs besides its iteration: the switch to it, and that back to the static plan.
-
-    A plan may be chosen only where all of that is no more than the static plan's iteration with the
-    switch to that: so, whatever comes, the sum over a run stays at or below the static plan's.
-    """
-
-    def __init__(self, lookahead: Lookahead, running: Running | None) -> None:
-        self._lookahead = lookahead
-        self._running = running
-        self._bar = math.inf
-        self._there: dict[tuple[Stage, ...], float] = {}
-
-    def least(self, plan: Plan) -> float:
-        """The switch alone."""
-        if self._running is None:
-            return 0.0
-        if plan.stages not in self._there:
-            self._there[plan.stages] = self._lookahead.edge(self._running, plan)
-        return self._there[plan.stages]
-
-    def of(self, candidate: Candidate) -> float:
-        """All of it."""
-        return self.least(candidate.plan) + self._back(candidate)
-
-    def allows(self, candidate: Candidate, seconds: float) -> bool:
-        """Whether it keeps the run at or below the static plan; that itself sets the bar."""
-        own = seconds + self.least(candidate.plan)
-        static = self._lookahead.static
-        if candidate.plan.stages == static.stages:
-            self._bar = min(self._bar, own)
-            return True
-        return own + self._back(candidate) <= self._bar
-
-    def _back(self, candidate: Candidate) -> float:
-        lookahead = self._lookahead
-        return lookahead.edge(lookahead.running_of(candidate), lookahead.static)
-
-
-class Ahead(Back):
-    """The same in view of the window's other batches.
-
-    After the switch to a plan there are three ways on: it stays for the window, the next batch
-    joins the best path, or the next batch is back on the static plan. Then the way back from the
-    last plan to the static one. Later iterations are priced by the closed form, and count with what
-    they take more than the least that is known of.
-    """
-
-    def __init__(
-        self,
-        lookahead: Lookahead,
-        finders: Sequence[Finder],
-        running: Running | None,
-        path: Path,
-    ) -> None:
-        super().__init__(lookahead, running)
-        self._finders = finders
-        self._path = path
-        self._length = len(path.plans)
-        self._static = self._later(lookahead.static)
-        self._known: dict[Entry, float] = {}
-
-    def of(self, candidate: Candidate) -> float:
-        """All of it."""
-        entry = Plan(candidate.plan.stages), candidate.micro_batching
-        if entry not in self._known:
-            self._known[entry] = self.least(candidate.plan) + self._on(candidate)
-        return self._known[entry]
-
-    def _later(self, plan: Plan) -> tuple[Candidate, ...]:
-        """A plan for the later batches of the window, each cut as suits it best."""
-        return tuple(f.best_of(plan, None, "window") for f in self._finders[1 : self._length])
-
-    def _on(self, candidate: Candidate) -> float:
-        """From the first batch on."""
-        after = self._lookahead.running_of(candidate)
-        ways = [self._static, self._path.plans[1:]]
-        if self._length > 1 and candidate.plan.stages != self._lookahead.static.stages:
-            ways.append(self._later(Plan(candidate.plan.stages)))
-        return max(0.0, min(self._through(after, plans) for plans in ways) - self._path.rest)
-
-    def _through(self, after: Running, plans: Sequence[Candidate]) -> float:
-        """Later iterations on given plans, their switches, and that back to the static plan."""
-        total = 0.0
-        for candidate in plans:
-            total += self._lookahead.edge(after, candidate.plan) + candidate.price.seconds
-            if not math.isfinite(total):
-                return total
-            after = self._lookahead.running_of(candidate)
-        return total + self._lookahead.edge(after, self._lookahead.static)

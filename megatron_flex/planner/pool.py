@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 from megatron_flex.planner.anytime import Entry
-from megatron_flex.planner.plan import Plan
+from megatron_flex.planner.plan import Plan, Stage
 
 SIZE = 24
 """Entries of a pool."""
@@ -37,10 +37,19 @@ class Record:
 
 @dataclass(frozen=True)
 class Pool:
-    """Entries with their records; ``batches``: how many it has seen."""
+    """What a run remembers of its decisions.
+
+    Attributes:
+        records: of entries.
+        batches: how many it has seen.
+        credit: seconds that the run has taken less than on its static plan, by simulation.
+        forgone: by layout, seconds that the running plan has lost to it of late.
+    """
 
     records: Mapping[Entry, Record]
     batches: int = 0
+    credit: float = 0.0
+    forgone: Mapping[tuple[Stage, ...], float] = field(default_factory=dict)
 
     @classmethod
     def empty(cls) -> Pool:
@@ -78,7 +87,8 @@ class Pool:
                 mean = known.loss + WEIGHT * (loss - known.loss)
                 records[entry] = Record(mean, known.useful)
         kept = sorted(records, key=lambda e: (-records[e].useful, records[e].loss, _name(e)))
-        return Pool({entry: records[entry] for entry in kept[:SIZE]}, number)
+        kept = kept[:SIZE]
+        return replace(self, records={e: records[e] for e in kept}, batches=number)
 
 
 def _name(entry: Entry) -> tuple[str, int]:

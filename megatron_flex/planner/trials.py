@@ -24,7 +24,7 @@ class Beyond(Protocol):
     """What a plan costs besides the iteration that is decided: switches, and what comes after."""
 
     def least(self, plan: Plan) -> float:
-        """Seconds that :meth:`of` is not below; quick."""
+        """Seconds that :meth:`of` is not below; quick. A simulation is given up by them earlier."""
 
     def of(self, candidate: Candidate) -> float:
         """Seconds."""

@@ -287,6 +287,8 @@ class PlannedRun:
             "seconds": self._running.seconds,
             "pool": records,
             "batches": self._pool.batches,
+            "credit": self._pool.credit,
+            "forgone": [[str(Plan(s)), lost] for s, lost in self._pool.forgone.items()],
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -295,7 +297,8 @@ class PlannedRun:
             (Plan.parse(plan), way): Record(loss, useful)
             for plan, way, loss, useful in state["pool"]
         }
-        self._pool = Pool(records, state["batches"])
+        forgone = {Plan.parse(plan).stages: lost for plan, lost in state["forgone"]}
+        self._pool = Pool(records, state["batches"], state["credit"], forgone)
         lengths = self._span.source.batch(state["iteration"] - 1)
         plan = Plan.parse(state["plan"])
         self._go_on(plan, batch_of(self._cut, lengths, plan.cut), lengths, state["seconds"])
