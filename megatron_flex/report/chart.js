@@ -6,7 +6,7 @@ const LEFT = 54, RIGHT = 10, TOP = 8, BOTTOM = 22;
 function ticks(lo, hi, count) {
   const step0 = (hi - lo) / Math.max(1, count) || 1;
   const power = 10 ** Math.floor(Math.log10(step0));
-  const step = [1, 2, 5, 10].map((f) => f * power).find((s) => s >= step0 * 0.999);
+  const step = [1, 2, 5, 10].map((f) => f * power).find((s) => s >= step0 * 0.75);
   const found = [];
   for (let i = Math.ceil(lo / step - 1e-9); i * step <= hi + step * 1e-9; i += 1)
     found.push(Number((i * step).toPrecision(12)));

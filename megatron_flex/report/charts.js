@@ -205,7 +205,7 @@ function plans(parent) {
     paint(chart, context) {
       const run = shown(), [a, b] = range(run), top = most();
       const shade = new Map(), page = css("--card");
-      const layout = run.plans.map((p) => p.stages.join(" ")), same = (p, q) => layout[run.plan[p]] === layout[run.plan[q]];
+      const same = (p, q) => run.plans[run.plan[p]]?.layout === run.plans[run.plan[q]]?.layout;
       const colour = (n) => {
         if (!shade.has(n)) shade.set(n, mixed(top > 1 ? Math.log(n) / Math.log(top) : 0.3));
         return shade.get(n);
@@ -249,13 +249,14 @@ const PARTS = {
   reduce: ["reductions", "purple", "summing gradients over the workers of a stage, as far as computing does not hide it"],
   state: ["moving state", "red", "sending and receiving weights and optimizer state for the next plan"],
   update: ["update", "green", "the optimizer"],
+  host: ["host", "sky", "waiting for what comes from the host's memory"],
   stall: ["switch stall", "strong", "how much longer than usual a switch kept workers from computing"],
   program: ["program", "sky", "until the iteration's program was there: the planner, or a late worker"],
   other: ["the rest", "grey", "reading, logging, and what no clock tells apart"],
 };
 const partsOf = (run) => data.parts.filter((p) => {
   const values = column(run, `part_${p}`);
-  return values && values.some((v) => v > 0);
+  return values && values.some((v) => v > 1e-6);
 });
 function timeParts(parent) {
   const chart = new Chart(parent, {
@@ -347,9 +348,10 @@ function totals() {
   }
   const table = el("table", { class: "data" },
     el("tr", {}, el("th", {}, "of all iterations in view"), ...runs.map((run) => el("th", { class: "n" }, several ? run.name : "share"))),
-    ...all.map((p) => el("tr", { "data-part": p },
-      el("td", {}, el("span", { class: "swatch", style: `background:var(--${PARTS[p][1]})` }), PARTS[p][0], el("small", {}, PARTS[p][2])),
-      ...runs.map((_, r) => el("td", { class: "n" }, percent(sums[r][p] / whole[r]))))));
+    ...all.flatMap((p) => [el("tr", { "data-part": p, class: "open" },
+      el("td", {}, el("span", { class: "swatch", style: `background:var(--${PARTS[p][1]})` }), PARTS[p][0]),
+      ...runs.map((_, r) => el("td", { class: "n" }, percent(sums[r][p] / whole[r])))),
+    el("tr", {}, el("td", { colspan: runs.length + 1 }, el("small", {}, PARTS[p][2])))]));
   return [...bars.filter(Boolean), el("div", { class: "scroll" }, table)];
 }
 
@@ -469,7 +471,7 @@ function scatter(parent) {
     plot.innerHTML = parts.join("");
     ratios.sort((p, q) => p - q);
     const of = (q) => num(ratios[Math.min(ratios.length - 1, Math.floor(q * ratios.length))]);
-    words.textContent = ratios.length ? `Iterations in view took ${of(0.5)} times as long as predicted (median); four in five between ${of(0.1)} and ${of(0.9)} times.` : "";
+    words.textContent = ratios.length ? `Measured over predicted, of the iterations in view: ${of(0.5)} (median), four in five between ${of(0.1)} and ${of(0.9)}.` : "";
   };
   const show = (p, px, py) => {
     at = points.indexOf(p);

@@ -22,6 +22,7 @@ PARTS = (
     "reduce",
     "state",
     "update",
+    "host",
     "stall",
     "program",
     "other",
@@ -93,7 +94,8 @@ def time_parts(record: Mapping[str, Any], following: Mapping[str, Any] | None) -
 
     Args:
         record: the iteration.
-        following: the iteration after it, whose record has the updates of this one.
+        following: the iteration after it, whose record has the updates of this one; a simulation
+            has them in its own.
     """
     have = {name: number(record.get(f"seconds-{name}")) for name in _WITHIN}
     elapsed = number(record.get("elapsed"))
@@ -116,7 +118,10 @@ def time_parts(record: Mapping[str, Any], following: Mapping[str, Any] | None) -
     if any(w is not None for w in waits):
         left = take("waiting", sum(w or 0.0 for w in waits), left)
     after = elapsed - to_norm
-    if following is not None and following.get("iteration") == record.get("iteration", 0) + 1:
+    if number(record.get("seconds-bubble")) is not None:  # a simulation, which knows its updates
+        after = take("update", number(record.get("seconds-update")) or 0.0, after)
+        after = take("host", number(record.get("seconds-host")) or 0.0, after)
+    elif following is not None and following.get("iteration") == record.get("iteration", 0) + 1:
         after = take("update", number(following.get("seconds-update")) or 0.0, after)
     stall = number(record.get("switch-stall")) or 0.0
     # A stall is a longer way from the last update to the first operation: it is time before the
@@ -133,6 +138,15 @@ def time_parts(record: Mapping[str, Any], following: Mapping[str, Any] | None) -
     after = take("program", program, after)
     take("other", left + after, math.inf)
     return {name: parts[name] for name in PARTS if name in parts}
+
+
+def balanced_seconds(record: Mapping[str, Any]) -> float | None:
+    """What the computing of an iteration would take in perfect balance.
+
+    A simulation knows what the samples alone would take, without padding and recomputation.
+    """
+    perfect = number(record.get("seconds-perfect"))
+    return number(record.get("seconds-balanced")) if perfect is None else perfect
 
 
 def columns(run: RunData, longest: int = LONGEST) -> Columns:
@@ -171,7 +185,7 @@ def _row(
     tokens, elapsed = row["tokens"], row["elapsed"]
     if tokens is not None and elapsed:
         row["tokens_per_second"] = tokens / elapsed
-    balanced = number(record.get("seconds-balanced"))
+    balanced = balanced_seconds(record)
     if tokens is not None and balanced:
         row["balanced"] = tokens / balanced
     quantiles = record.get("length-quantiles")
@@ -300,10 +314,9 @@ def summary(run: RunData) -> dict[str, float]:
         n = min(10, max(1, len(losses) // 2))
         found["loss_first"] = sum(losses[:n]) / n
         found["loss_last"] = sum(losses[-n:]) / n
-    timed = [r for r in records if number(r.get("seconds-balanced")) is not None]
-    if timed:
-        spent = sum(r["elapsed"] for r in timed)
-        found["of_balance"] = sum(r["seconds-balanced"] for r in timed) / spent if spent else 0.0
+    timed = [(x, r["elapsed"]) for r in records if (x := balanced_seconds(r)) is not None]
+    if timed and (spent := sum(e for _, e in timed)) > 0:
+        found["of_balance"] = sum(x for x, _ in timed) / spent
     bubbles = [(x, r["elapsed"]) for r in records if (x := number(r.get("bubble"))) is not None]
     if bubbles and (whole := sum(e for _, e in bubbles)) > 0:
         found["bubble"] = sum(x * e for x, e in bubbles) / whole

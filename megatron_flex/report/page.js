@@ -28,7 +28,7 @@ function title(parent) {
   const words = [one.model, one.about.parameters ? `${short(one.about.parameters)} parameters` : "",
     one.about.workers ? `${integer(one.about.workers)} workers` : "",
     one.group > 1 ? `each point is the mean of ${one.group} iterations` : ""].filter(Boolean);
-  parent.append(el("h1", {}, `${data.runs.map((run) => run.name).join(" and ")}`),
+  parent.append(el("h1", {}, `${data.runs.map((run) => run.name).join(", ")}`),
     el("p", { class: "sub" }, `${kinds.join(" and ")} ${several ? "runs" : "run"}${!several && words.length ? `: ${words.join("; ")}` : ""}`));
 }
 
@@ -40,8 +40,14 @@ function start() {
   overview(main);
   const has = (name) => data.runs.some((run) => column(run, name));
 
+  const limited = data.runs.filter((run) => run.about.budget && column(run, "memory"));
+  const equal = new Set(limited.map((run) => run.about.budget)).size === 1;
+  const budgets = () => (equal ? limited.slice(0, 1) : limited).map((run) => ({
+    name: equal ? "budget" : `${run.name}: budget`, colour: "var(--strong)", run, dash: true, plain: true,
+    values: run.iteration.map(() => run.about.budget),
+  }));
   const losses = [...new Set(data.runs.flatMap((run) => run.losses))];
-  lines(main, {
+  if (losses.length) lines(main, {
     id: "loss", title: "Loss", format: num, why: "Mean over the loss tokens of each batch; of many iterations the strong line is a running mean. Points are validations.",
     missing: "The records have no loss.",
     series: () => overRuns(losses.map((name, n) => [name, name, COLOURS[n % COLOURS.length], n > 0])),
@@ -52,7 +58,7 @@ function start() {
   });
   lines(main, {
     id: "rate", title: "Tokens a second", zero: true,
-    why: "All workers together. Perfect balance is what the computing that was done would allow if it were spread evenly over all workers with nothing in between: the gap is what waiting, messages, reductions, updates and reading cost.",
+    why: "All workers together. Perfect balance is what the computing would allow if it were spread evenly over all workers with nothing in between: the gap is what waiting, messages, reductions, updates and reading cost. (In training the computing that was done, with recomputation; in a simulation that of the samples alone.)",
     missing: "The records have no times.", say: num,
     series: () => overRuns([["measured", "tokens_per_second", "blue"], ["perfect balance", "balanced", "green", true]]),
   });
@@ -68,11 +74,7 @@ function start() {
     id: "memory", title: "Memory against budget", zero: true, format: bytes, height: 150,
     why: "Peak bytes of the fullest worker, as measured and as predicted before the iteration ran.",
     missing: "The records of this run have no memory.",
-    series: () => overRuns([["measured", "memory", "blue"], ["predicted", "memory_predicted", "orange", true]])
-      .concat(data.runs.filter((run) => run.about.budget && column(run, "memory")).slice(0, several ? 6 : 1).map((run) => ({
-        name: several ? `${run.name}: budget` : "budget", colour: "var(--strong)", run, dash: true, plain: true,
-        values: run.iteration.map(() => run.about.budget),
-      }))),
+    series: () => overRuns([["measured", "memory", "blue"], ["predicted", "memory_predicted", "orange", true]]).concat(budgets()),
   });
   workers(memory.node);
   switchList(main);

@@ -10,7 +10,7 @@ from dataclasses import asdict
 from importlib import resources
 from typing import Any
 
-from megatron_flex.planner.plan import Plan, PlanError
+from megatron_flex.planner.plan import Plan, PlanError, Stage
 from megatron_flex.report import gantt
 from megatron_flex.report.figures import (
     PARTS,
@@ -56,7 +56,7 @@ def page(
     room = ROOM // len(runs)
     found = [_run(run, wanted, gantts, room, progress) for run in runs]
     data = {"parts": list(PARTS), "kinds": list(gantt.KINDS), "runs": found}
-    title = " and ".join(run.name for run in runs)
+    title = ", ".join(run.name for run in runs)
     kinds = {str(run.last_run.get("kind", "training")) for run in runs}
     what = "runs" if len(runs) > 1 else "run"
     return _read("page.html").format(
@@ -79,6 +79,7 @@ def _run(
     changes = switches(run)
     starts, memory = worker_memory(run.iterations)
     about = run.last_run
+    number_of = {text: i for i, text in enumerate(found.plans)}
     losses = sorted(name for name in found.values if name.endswith("loss"))
     return {
         "name": run.name,
@@ -93,12 +94,19 @@ def _run(
         "iteration": found.first,
         "losses": losses,
         "columns": {n: compact(v, whole=n in _WHOLE) for n, v in found.values.items()},
-        "plans": [_plan(text) for text in found.plans],
+        **_plans(found.plans),
         "plan": found.plan,
         "actions": found.actions,
         "action": found.action,
         "switches": [
-            {**asdict(s), "reason": conditions(s.reason), "stall": _maybe(s.stall)}
+            {
+                "iteration": s.iteration,
+                "before": number_of[s.before],
+                "after": number_of[s.after],
+                "action": s.action,
+                "reason": conditions(s.reason),
+                "stall": _maybe(s.stall),
+            }
             for s in changes[-SWITCHES:]
         ],
         "validation": [
@@ -122,19 +130,38 @@ def _model(about: Record) -> str:
     )
 
 
-def _plan(text: str) -> dict[str, Any]:
-    """A plan as the page draws it: ``[start, stop, workers]`` of each stage, and its text."""
-    try:
-        plan = Plan.parse(text)
-    except PlanError:
-        return {"text": text, "stages": []}
-    return {
-        "text": text,
-        "stages": [[s.start, s.stop, len(s.group)] for s in plan.stages],
-        "schedule": plan.schedule,
-        "cut": plan.cut,
-        "saves": str(plan.o_plan),
-    }
+def _plans(texts: Sequence[str]) -> dict[str, list[Any]]:
+    """Plans as the page draws them.
+
+    ``layouts``: text and ``[start, stop, workers]`` of each stage, each layout once; ``plans``:
+    number of the layout, memory optimisation, schedule, spare bytes, cut.
+    """
+    layouts: dict[str, int] = {}
+    described: list[list[Any]] = []
+    plans: list[list[Any]] = []
+    for text in texts:
+        try:
+            plan = Plan.parse(text)
+        except PlanError:
+            plan = None
+        layout = text if plan is None else " | ".join(map(_stage, plan.stages))
+        if layout not in layouts:
+            layouts[layout] = len(layouts)
+            stages = [] if plan is None else plan.stages
+            described.append([layout, [[s.start, s.stop, len(s.group)] for s in stages]])
+        row: list[Any] = [layouts[layout]]
+        if plan is not None:
+            row += [str(plan.o_plan), plan.schedule, plan.spare, plan.cut]
+        plans.append(row)
+    return {"layouts": described, "plans": plans}
+
+
+def _stage(stage: Stage) -> str:
+    """As in a plan's text, with ranges where there are many workers in order."""
+    first, last = stage.group[0], stage.group[-1]
+    if len(stage.group) > 4 and stage.group == tuple(range(first, last + 1)):
+        return f"{stage.start}:{stage.stop}@{first}-{last}"
+    return str(stage)
 
 
 def _gantts(

@@ -5,7 +5,7 @@ const FIGURES = [
   ["tokens", "tokens", short, ""],
   ["seconds", "time", seconds, "of the iterations, without evaluations and saving"],
   ["tokens_per_second", "tokens a second", num, ""],
-  ["of_balance", "of perfect balance", percent, "what the same computing would take if it were spread evenly over all workers with nothing in between, as a share of the time"],
+  ["of_balance", "of perfect balance", percent, "what the computing would take if it were spread evenly over all workers with nothing in between, as a share of the time"],
   ["loss_last", "loss at the end", num, "mean of the last iterations, at most ten"],
   ["loss_first", "loss at the beginning", num, ""],
   ["bubble", "bubble", percent, "share of the time up to the global norm in which workers do not compute"],
@@ -32,8 +32,9 @@ function overview(parent) {
   table.append(el("tr", {}, el("th", {}, "run"), ...data.runs.map((run, r) =>
     el("th", { class: "n" }, el("span", { class: "swatch", style: `background:${colourOf(r)}` }), run.name))));
   for (const [name, words, format, why] of known) {
-    table.append(el("tr", { "data-figure": name }, el("td", {}, words, why ? el("small", {}, why) : null),
+    table.append(el("tr", { "data-figure": name, class: why ? "open" : null }, el("td", {}, words),
       ...data.runs.map((run) => el("td", { class: "n" }, run.summary[name] === undefined ? "–" : format(run.summary[name])))));
+    if (why) table.append(el("tr", {}, el("td", { colspan: data.runs.length + 1 }, el("small", {}, why))));
   }
   parent.append(el("section", {}, el("h2", {}, "The runs side by side"), el("div", { class: "scroll" }, table)));
 }
@@ -45,10 +46,7 @@ function switchList(parent) {
   const draw = () => {
     const run = shown(), inView = run.switches.filter((s) => s.iteration >= state.lo && s.iteration <= state.hi);
     const stall = inView.reduce((sum, s) => sum + (s.stall || 0), 0);
-    const name = (text) => {
-      const plan = run.plans.find((p) => p.text === text);
-      return plan && plan.stages.length ? degrees(plan) : text;
-    };
+    const name = (number) => (run.plans[number].stages.length ? degrees(run.plans[number]) : run.plans[number].text);
     node.replaceChildren(el("h2", {}, "Switches"),
       el("p", { class: "why" }, "Changes of the layout. A stall is how much longer than usual workers did not compute; the reasons are the planner's conditions with both sides in figures."),
       el("p", { id: "switch-count" }, inView.length
@@ -57,7 +55,7 @@ function switchList(parent) {
       ...inView.slice(-most).reverse().map((s) => el("details", { class: "switch" },
         el("summary", {}, el("b", {}, integer(s.iteration)), el("span", { class: "what" }, s.action || "scripted"),
           el("span", {}, `${name(s.before)} → ${name(s.after)}`), el("span", {}, s.stall === null ? "" : `stall ${seconds(s.stall)}`)),
-        el("p", {}, "from ", el("code", {}, s.before)), el("p", {}, "to ", el("code", {}, s.after)),
+        el("p", {}, "from ", el("code", {}, run.plans[s.before].text)), el("p", {}, "to ", el("code", {}, run.plans[s.after].text)),
         s.reason.length ? el("ul", {}, ...s.reason.map((r) => el("li", {}, r))) : null,
         el("button", { type: "button", onclick: () => { select(s.iteration); document.getElementById("iteration").scrollIntoView(); } }, `show iteration ${integer(s.iteration)}`))),
       inView.length > most ? el("button", { type: "button", class: "more", onclick: () => { most *= 4; draw(); } }, `show more of ${integer(inView.length)}`) : "");

@@ -59,10 +59,11 @@ def test_a_stall_is_taken_from_the_time_before_the_first_instruction_then_from_s
 def test_a_simulation_tells_bubble_from_messages() -> None:
     record = iteration(
         1, **{"seconds-bubble": 1.5, "seconds-message": 0.5, "seconds-receive": None,
-              "seconds-send": None, "seconds-norm": None}
+              "seconds-send": None, "seconds-norm": None, "seconds-host": 0.125}
     )  # fmt: skip
-    parts = time_parts(record, None)
+    parts = time_parts(record, iteration(2, **{"seconds-update": 9.0}))
     assert (parts["bubble"], parts["message"]) == (1.5, 0.5)
+    assert (parts["update"], parts["host"]) == (0.5, 0.125)  # its own
     assert "waiting" not in parts
 
 
