@@ -183,19 +183,24 @@ class Page:
             raise BrowserError(f"{script}: {text}")
         return answer["result"].get("value")
 
-    def wait(self, script: str, timeout: float = TIMEOUT) -> Any:
-        """Wait until an expression is true; its value."""
+    def wait(self, script: str, timeout: float = TIMEOUT) -> None:
+        """Wait until an expression is true."""
         deadline = time.monotonic() + timeout
         while True:
             try:
-                if value := self.run(script):
-                    return value
+                if self.run(f"!!({script})"):
+                    return
             except BrowserError as error:
                 if "context" not in str(error):  # the page is on its way
                     raise
             if time.monotonic() > deadline:
                 raise BrowserError(f"not true in {timeout:.0f} s: {script}")
             time.sleep(0.02)
+
+    def each(self, selector: str, expression: str) -> Any:
+        """The values of an expression of ``e``, for each element that a selector finds."""
+        found = f"[...document.querySelectorAll({json.dumps(selector)})]"
+        return self.run(f"{found}.map((e) => {expression})")
 
     def text(self, selector: str) -> str:
         """The text of an element."""

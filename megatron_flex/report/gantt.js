@@ -51,7 +51,7 @@ class Gantt {
 
   async load() {
     const run = shown(), text = run.gantts[state.selected], key = `${state.run} ${state.selected}`;
-    this.key = key;
+    this.wanted = key;
     this.found = null;
     if (text && !this.cache.has(key)) {
       try {
@@ -60,7 +60,7 @@ class Gantt {
         this.problem = "This browser cannot unpack the drawing (it lacks DecompressionStream).";
       }
     }
-    if (this.key !== key) return; // another iteration was chosen meanwhile
+    if (this.wanted !== key) return; // another iteration was chosen meanwhile
     this.found = this.cache.get(key) || null;
     this.window = [0, 1];
     this.first = 0;

@@ -99,5 +99,5 @@ function oneIteration(parent) {
   };
   listeners.push((what) => { if (what.has("selected") || what.has("run")) draw(); });
   draw();
-  new Gantt(node);
+  window.gantt = new Gantt(node);
 }
