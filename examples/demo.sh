@@ -98,6 +98,8 @@ EVAL_AND_LOGGING_ARGS=(
   --tensorboard-dir "$RUN/tensorboard"
   --log-jsonl "$RUN/log.jsonl"
   --log-file "$RUN/train.log"
+  --flexpipe-trace "$RUN/trace.json"
+  --flexpipe-trace-interval 5
 )
 
 if ((done_before)); then
@@ -117,13 +119,18 @@ if [[ ${PLAN:-} == each ]]; then
   python examples/switches.py "$RUN/plans.txt"
 fi
 
+say "Writing a page on the run"
+python tools/report.py "$RUN"
+
 BIN=$(dirname "$(command -v torchrun)")
 BIN=${BIN#"$PWD/"}
 say "Done. In $PWD:"
 cat <<END
+  $RUN/report.html   a page on the run: open it in a browser
   $RUN/checkpoints   the last two checkpoints; any layout of any number of workers can load them
   $RUN/log.jsonl     one JSON object an iteration
   $RUN/tensorboard   the same for TensorBoard
+  $RUN/trace.json    what each worker did when, for the page and for ui.perfetto.dev
   $RUN/train.log     all arguments, and log lines in the form of Megatron-LM
 
 Try next, in that directory:
@@ -132,6 +139,8 @@ Try next, in that directory:
       the same training goes on with two workers and other stages, as if nothing had changed
   make demo PLAN="0:5@0 | 5:9@1 | 9:10@2,3"
       it goes on with four workers in one uneven layout
+  $BIN/python tools/status.py $RUN
+      what a run is at, also while it trains
   $BIN/python tools/draw_schedule.py --devices 4 --tokens 900,120,400,60,300 --schedule gpipe 1f1b
       what four workers do when, on five micro-batches of different lengths
   $BIN/python pretrain_gpt.py --help

@@ -260,7 +260,7 @@ class Page:
         """Give an element the keyboard."""
         self.run(f"document.querySelector({json.dumps(selector)}).focus()")
 
-    def picture(self, path: Path, *, whole: bool = True) -> None:
+    def picture(self, *, whole: bool = True) -> bytes:
         """A PNG of the window, or of the whole page."""
         more: dict[str, Any] = {}
         if whole:
@@ -268,7 +268,7 @@ class Page:
             clip = {"x": 0, "y": 0, "width": size["width"], "height": size["height"], "scale": 1}
             more = {"captureBeyondViewport": True, "clip": clip}
         data = self.call("Page.captureScreenshot", format="png", **more)["data"]
-        path.write_bytes(base64.b64decode(data))
+        return base64.b64decode(data)
 
     @property
     def problems(self) -> list[str]:

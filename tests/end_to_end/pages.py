@@ -40,7 +40,7 @@ def make_pages(directory: Path) -> Pages:
     ):
         flags = shlex.split(
             f"{more} --flexpipe-memory-budget-gb 0.05 --data-path {data} --split 9,1,0"
-            f" --train-iters {ITERATIONS} --eval-interval 8 --eval-iters 1"
+            f" --train-iters {ITERATIONS} --eval-interval 5 --eval-iters 1"
             f" --log-jsonl {directory}/{name}/log.jsonl"
             f" --flexpipe-record {directory}/{name}/plans.txt"
             f" --flexpipe-trace {directory}/{name}/trace.json --flexpipe-trace-interval 2"

@@ -66,7 +66,9 @@ def test_the_demo_shows_the_loss_falling_and_says_where_everything_is(
     warned = [line.partition(": ")[2] for line in printed.splitlines() if "warn" in line.lower()]
     assert [words.partition(":")[0] for words in warned] == ["cut"]
     assert len(printed.splitlines()) < 60
-    for name in ("checkpoints", "log.jsonl", "tensorboard", "train.log"):
+    names = ("report.html", "checkpoints", "log.jsonl", "tensorboard", "trace.json", "train.log")
+    assert re.search(rf"^{directory}/report.html \(.* MB, .* s\)$", printed, re.M)
+    for name in names:
         assert f"{directory}/{name}" in printed
         assert (directory / name).exists()
     assert list((directory / "tensorboard").glob("events.out.tfevents.*"))
@@ -82,6 +84,9 @@ def test_a_second_run_uses_what_is_there_and_trains_on(runs: tuple[Path, str, st
     assert "Training on from iteration 12 to 16 with 1 workers" in printed
     lines = [json.loads(line) for line in (directory / "log.jsonl").read_text().splitlines()]
     assert [x["iteration"] for x in lines if x["event"] == "iteration"] == list(range(1, 17))
+    assert [(x["iteration"], x["workers"]) for x in lines if x["event"] == "run"] == [
+        (0, 3), (12, 1)
+    ]  # fmt: skip
     verify(directory / "checkpoints")
     assert read_common(directory / "checkpoints")["progress"]["iteration"] == 16
 
@@ -90,7 +95,7 @@ def test_what_the_demo_suggests_works_as_printed(runs: tuple[Path, str, str]) ->
     _, printed, _ = runs
     block = printed[printed.index("Try next") :]
     commands = [x.strip() for x in block.splitlines()[1:] if re.match(r"  \S", x)]
-    assert len(commands) == 5
+    assert len(commands) == 6
     for command in commands:
         words = shlex.split(command)
         if words[0] == "make":  # the script itself, with these settings: see the fixture

@@ -179,6 +179,7 @@ def test_the_documents_name_no_flag_that_is_not_there() -> None:
     known = {flag for option in all_options() for flag in option.flags}
     others = {"--help", "--json-keys", "--append-eod", "--split-sentences", "--standalone"}
     others |= {"--nproc-per-node", "--special-tokens", "--workers"}
+    others |= {"--gantts", "--iterations", "--once"}
     for document in DOCUMENTS:
         if document.name == "flags.md":
             continue  # generated from the parser, and checked against it

@@ -284,6 +284,19 @@ def test_switches_are_listed_with_their_stalls_and_lead_to_the_iteration(
     assert page.run(CHOSEN) == 7
 
 
+def test_every_second_iteration_is_traced_and_no_evaluation(pages: Pages) -> None:
+    for run in (pages.scripted, pages.planned):
+        assert set(run.trace) == set(range(2, ITERATIONS + 1, 2))
+        for events in run.trace.values():  # evaluations come before iterations 6 and 16
+            computed = [
+                (e["name"], e["args"]["what"])
+                for e in events
+                if e["name"] in ("Forward", "Backward")
+            ]
+            assert computed
+            assert len(set(computed)) == len(computed)
+
+
 def test_an_iteration_is_drawn_as_planned_and_as_it_went(page: Page, pages: Pages) -> None:
     show(page, 10)
     events = pages.scripted.trace[10]
