@@ -1,4 +1,6 @@
-"""Makes the picture of a page in docs: python -m tests.screenshot runs/demo/report.html docs/report.png
+"""Makes the picture of a page in docs.
+
+    python -m tests.screenshot runs/demo/report.html docs/report.png
 
 Needs Chromium. Of the page what says most is shown; colours are reduced to a palette, so that the
 file stays small.
@@ -20,7 +22,7 @@ LARGEST = 200_000  # bytes
 
 def main() -> None:
     """Take the picture that the command line asks for."""
-    parser = argparse.ArgumentParser(description=__doc__.split(":")[0])
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("page", type=Path)
     parser.add_argument("picture", type=Path)
     parser.add_argument("--iteration", type=int, help="that is drawn; default the last drawn one")

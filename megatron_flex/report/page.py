@@ -5,6 +5,7 @@ from __future__ import annotations
 import html
 import json
 import math
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from importlib import resources
@@ -29,6 +30,8 @@ DIGITS = 5
 """Digits of a number on the page."""
 GANTTS = 60
 """Iterations of a run that are drawn operation by operation, unless asked for more."""
+PATIENCE = 30.0
+"""Seconds after which no further iterations are drawn that nobody asked for."""
 ROOM = 1_800_000
 """Characters for them, of all runs."""
 SWITCHES = 2_000
@@ -183,8 +186,10 @@ def _gantts(
     order = list(dict.fromkeys([*first, *some, *others, *likely]))[: gantts + len(first)]
     makers = Replanners(run)
     found: dict[int, str] = {}
+    until = time.monotonic() + PATIENCE
     for i in progress(order):
-        drawn = _drawn(run, i, makers)
+        late = time.monotonic() > until and i not in first
+        drawn = {} if late or room <= 0 else _drawn(run, i, makers)
         if not drawn:
             continue
         text = gantt.encoded(drawn)

@@ -80,6 +80,26 @@ def test_ten_thousand_iterations_weigh_less_than_five_megabytes() -> None:
     assert len(text.encode()) < 5e6
 
 
+def test_four_thousand_workers_weigh_less_than_five_megabytes() -> None:
+    stages = [f"{i}:{i + 1}@{','.join(map(str, range(64 * i, 64 * i + 64)))}" for i in range(64)]
+    plans = [" | ".join(stages), " | ".join([f"0:2@{stages[0][4:]},{stages[1][4:]}", *stages[2:]])]
+    records = [
+        iteration(k, plan=f"{plans[k % 2]} ; cut {k}",
+                  **{"memory-by-worker": [k * 1000 + w for w in range(4096)]})
+        for k in range(1, 201)
+    ]  # fmt: skip
+    text = page([RunData("wide", records, runs=[run_object()], about=[0] * len(records))])
+    assert len(text.encode()) < 5e6
+    (run,) = data_of(text)["runs"]
+    assert run["layouts"][0][0].startswith("0:2@0-127 | 2:3@128-191 | ")
+    assert len(run["layouts"]) == 2
+    assert len(run["switches"]) == 199
+    # The most of each group of iterations: as many groups as there is room for.
+    assert [max(column) for column in zip(*run["memory"]["workers"], strict=True)] == [
+        200_000 + w for w in range(4096)
+    ]
+
+
 def test_the_tool_writes_beside_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name in ("one", "two"):
         write_log(tmp_path / name / "log.jsonl", [run_object(), iteration(1), iteration(2)])
