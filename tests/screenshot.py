@@ -2,8 +2,7 @@
 
     python -m tests.screenshot runs/demo/report.html docs/report.png
 
-Needs Chromium. Of the page what says most is shown; colours are reduced to a palette, so that the
-file stays small.
+Needs Chromium. Of the page what says most is shown; colours are reduced to a palette.
 """
 
 from __future__ import annotations
@@ -40,11 +39,8 @@ def main() -> None:
         page.wait("window.gantt.found && document.querySelector('canvas[data-course]')")
         page.frame()
         data = io.BytesIO(page.picture())
-    image = (
-        Image.open(data)
-        .convert("RGB")
-        .quantize(256, method=Image.Quantize.FASTOCTREE, dither=Image.Dither.NONE)
-    )
+    image = Image.open(data).convert("RGB")
+    image = image.quantize(256, method=Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE)
     image.save(args.picture, optimize=True)
     size = args.picture.stat().st_size
     print(f"{args.picture}: {image.width} x {image.height}, {size / 1000:.0f} kB")

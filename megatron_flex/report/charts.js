@@ -250,7 +250,7 @@ const PARTS = {
   state: ["moving state", "red", "sending and receiving weights and optimizer state for the next plan"],
   update: ["update", "green", "the optimizer"],
   host: ["host", "sky", "waiting for what comes from the host's memory"],
-  stall: ["switch stall", "strong", "how much longer than usual a switch kept workers from computing"],
+  stall: ["switch stall", "strong", "how much longer than usual a switch kept workers from starting"],
   program: ["program", "sky", "until the iteration's program was there: the planner, or a late worker"],
   other: ["the rest", "grey", "reading, logging, and what no clock tells apart"],
 };

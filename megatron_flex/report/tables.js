@@ -48,7 +48,7 @@ function switchList(parent) {
     const stall = inView.reduce((sum, s) => sum + (s.stall || 0), 0);
     const name = (number) => (run.plans[number].stages.length ? degrees(run.plans[number]) : run.plans[number].text);
     node.replaceChildren(el("h2", {}, "Switches"),
-      el("p", { class: "why" }, "Changes of the layout. A stall is how much longer than usual workers did not compute; the reasons are the planner's conditions with both sides in figures."),
+      el("p", { class: "why" }, "Changes of the layout. A stall is how much longer than usual the worker that waited longest did not compute; the reasons are the planner's conditions with both sides in figures."),
       el("p", { id: "switch-count" }, inView.length
         ? `${integer(inView.length)} in view, which kept workers waiting for ${seconds(stall)} together.`
         : run.switches.length ? "None in view." : "The layout stayed the same all the time."),
