@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Tokenize JSONL into Megatron's .bin/.idx files, one document a line.
+"""Tokenize JSONL (or Parquet) into Megatron's .bin/.idx files, one document a line.
 
     python tools/preprocess_data.py --input corpus.jsonl --output-prefix data/corpus \
         --tokenizer-type SentencePieceTokenizer --tokenizer-model tokenizer.model \
@@ -8,6 +8,14 @@
 writes data/corpus_text_document.bin and .idx. Flags are Megatron-LM's, and --strict,
 --append-eod-keys. Lines that cannot be used (broken JSON, invalid UTF-8, missing or non-string
 keys, empty texts) are skipped and counted.
+
+Conversations (--sample-format chat; found by itself where lines have no "text") are written by the
+tokenizer's chat template, with which of their tokens the loss is on:
+
+    python tools/preprocess_data.py --input chats.jsonl --output-prefix data/chats \
+        --tokenizer-type HuggingFaceTokenizer --tokenizer-model Llama-3.2-1B-Instruct --workers 4
+
+writes data/chats_chat_document.bin and .idx.
 """
 
 from __future__ import annotations
@@ -17,16 +25,22 @@ import glob
 import sys
 import warnings
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 if __name__ == "__main__":  # from a clone, without installing
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from megatron_flex.data.chat_encode import CHAT, ChatOptions
+from megatron_flex.data.conversation import FORMATS, formats_of
 from megatron_flex.data.encode import ENDED, EncodeOptions
 from megatron_flex.data.errors import DataError
-from megatron_flex.tokenizers.base import TokenizerError
+from megatron_flex.data.jsonl import read_lines, read_record
+from megatron_flex.data.turns import Turns
+from megatron_flex.tokenizers.base import Tokenizer, TokenizerError
 from megatron_flex.tokenizers.build import TYPES, build_tokenizer
+from megatron_flex.tokenizers.chat_template import ChatTemplate, find_template
 
 if TYPE_CHECKING:
     from megatron_flex.data.preprocess import PreprocessOptions
@@ -39,8 +53,15 @@ def parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     group = result.add_argument_group("input data")
-    group.add_argument("--input", required=True, help="JSONL file or pattern; .gz is unpacked")
-    group.add_argument("--json-keys", nargs="+", default=["text"], help="values to take")
+    group.add_argument(
+        "--input", required=True, help="JSONL or .parquet file, or pattern; .gz is unpacked"
+    )
+    group.add_argument(
+        "--sample-format",
+        choices=("text", CHAT),
+        help="texts or conversations; default: what the first lines have, texts with --json-keys",
+    )
+    group.add_argument("--json-keys", nargs="+", help="texts to take; default: text")
     group.add_argument(
         "--split-sentences",
         action="store_true",
@@ -53,6 +74,27 @@ def parser() -> argparse.ArgumentParser:
     )
     group.add_argument(
         "--strict", action="store_true", help="stop at the first line that is not perfect"
+    )
+    group = result.add_argument_group("conversations")
+    group.add_argument(
+        "--chat-format",
+        choices=FORMATS,
+        help="keys of the lines: messages (role and content), conversations (ShareGPT: from and"
+        " value), alpaca (instruction, input, output), prompt and completion; default: what the"
+        " first lines have",
+    )
+    group.add_argument(
+        "--chat-template",
+        metavar="FILE",
+        help="jinja2 file; default: the tokenizer's own (chat_template.jinja or"
+        " tokenizer_config.json beside it), else ChatML",
+    )
+    group.add_argument(
+        "--loss-on",
+        choices=("assistant", "all"),
+        default="assistant",
+        help="tokens that count in the loss: what the assistant says, ends of turns included"
+        " (default), or all",
     )
     group = result.add_argument_group("tokenizer")
     group.add_argument("--tokenizer-type", required=True, choices=TYPES)
@@ -104,6 +146,14 @@ def options(words: list[str] | None = None) -> PreprocessOptions:
         raise DataError(f"--input {flags.input}: no such file")
     if flags.append_eod_keys and not flags.append_eod:
         raise DataError("--append-eod-keys has no effect without --append-eod")
+    chat_flags = [f"--{n.replace('_', '-')}" for n in _CHAT_FLAGS if getattr(flags, n)]
+    if flags.json_keys and flags.sample_format == CHAT:
+        raise DataError("--json-keys is for texts: remove it, or --sample-format chat")
+    if flags.sample_format is None and (flags.json_keys or chat_flags):
+        flags.sample_format = CHAT if chat_flags and not flags.json_keys else "text"
+    if chat_flags and flags.sample_format == "text":
+        raise DataError(f"{chat_flags[0]} is for conversations: remove it, or --json-keys")
+    flags.json_keys = flags.json_keys or ["text"]
     unknown = set(flags.append_eod_keys or ()) - set(flags.json_keys)
     if unknown:
         raise DataError(f"--append-eod-keys {', '.join(sorted(unknown))}: not in --json-keys")
@@ -119,8 +169,14 @@ def options(words: list[str] | None = None) -> PreprocessOptions:
         merge_file=flags.merge_file,
         vocab_size=flags.vocab_size,
     )
-    keys = tuple(dict.fromkeys(flags.json_keys))
-    eod_keys = _eod_keys(keys, flags.append_eod_keys) if flags.append_eod else ()
+    tokenizer = make()
+    chat = None
+    if _is_chat(flags, inputs):
+        chat, keys = _chat(flags, inputs, tokenizer), (CHAT,)
+        eod_keys: tuple[str, ...] = keys if flags.append_eod else ()
+    else:
+        keys = tuple(dict.fromkeys(flags.json_keys))
+        eod_keys = _eod_keys(keys, flags.append_eod_keys) if flags.append_eod else ()
     if flags.tokenizer_type.startswith("Bert") and not flags.split_sentences:
         print(
             "note: without --split-sentences, BERT has no sentence order (--bert-no-binary-head)",
@@ -130,7 +186,8 @@ def options(words: list[str] | None = None) -> PreprocessOptions:
         inputs=tuple(inputs),
         output_prefix=flags.output_prefix,
         make_tokenizer=make,
-        vocab_size=make().vocab_size,
+        vocab_size=tokenizer.vocab_size,
+        chat=chat,
         encode=EncodeOptions(
             keys=keys,
             split_sentences=flags.split_sentences,
@@ -144,6 +201,64 @@ def options(words: list[str] | None = None) -> PreprocessOptions:
         keep_sequential_samples=flags.keep_sequential_samples,
         log_interval=flags.log_interval,
     )
+
+
+_CHAT_FLAGS = ("chat_format", "chat_template")
+_LOOKED_AT = 100  # lines from which the form of the data is found
+
+
+def _first_records(inputs: list[str]) -> list[dict[str, object]]:
+    """Records at the beginning of the first file."""
+    lines = islice(read_lines(inputs[0]), _LOOKED_AT)
+    found = (read_record(line.content, first=line.number == 1)[0] for line in lines)
+    return [record for record in found if record is not None]
+
+
+def _is_chat(flags: argparse.Namespace, inputs: list[str]) -> bool:
+    """Whether lines are conversations: what is said, else what the first record has."""
+    if flags.sample_format is None:
+        record = next(iter(_first_records(inputs)), {})
+        flags.sample_format = "text" if "text" in record or not formats_of(record) else CHAT
+    if flags.sample_format == "text":
+        return False
+    if flags.split_sentences or flags.append_eod_keys:
+        given = "--split-sentences" if flags.split_sentences else "--append-eod-keys"
+        raise DataError(f"{given} is not for conversations (--sample-format chat): remove it")
+    return True
+
+
+def _chat(flags: argparse.Namespace, inputs: list[str], tokenizer: Tokenizer) -> ChatOptions:
+    """How conversations are read, said where it was found."""
+    form = flags.chat_format
+    if form is None:
+        records = _first_records(inputs)
+        forms = next((f for record in records if (f := formats_of(record))), ())
+        if len(forms) != 1:
+            keys = ", ".join(records[0]) if records else "no JSON object"
+            what = f"may be any of {', '.join(forms)}" if forms else f"are none known ({keys})"
+            raise DataError(
+                f"--input {inputs[0]}: its first lines {what}: give --chat-format"
+                f" {{{','.join(FORMATS)}}}"
+            )
+        form = forms[0]
+    beside = flags.tokenizer_model or flags.vocab_file
+    directory = None
+    if beside is not None:
+        directory = Path(beside) if Path(beside).is_dir() else Path(beside).parent
+    source = find_template(tokenizer, directory, flags.chat_template)
+    print(f"conversations ({form}), written by the chat template of {source.origin}")
+    if not source.own:
+        end = "<|im_end|>"
+        pieces = len(tokenizer.encode(end))
+        more = f"; {end} is {pieces} tokens of this tokenizer" if pieces > 1 else ""
+        print(
+            "note: the tokenizer has no chat template, so it is ChatML: --chat-template gives"
+            f" another{more}",
+            file=sys.stderr,
+        )
+    if flags.loss_on == "assistant" and (remark := Turns(ChatTemplate(source)).remark):
+        print(f"note: {remark}", file=sys.stderr)
+    return ChatOptions(form, source, everything=flags.loss_on == "all")
 
 
 def _prompt_keys(keys: tuple[str, ...], chosen: list[str] | None) -> tuple[str, ...]:
@@ -181,6 +296,8 @@ def main(words: list[str] | None = None) -> int:
             )
     for key in chosen.encode.keys:
         print(f"written: {chosen.prefix(key)}.bin and .idx")
+    if chosen.chat is not None:
+        print(f"train on it with --sample-format chat --data-path {chosen.prefix(CHAT)}")
     return 0
 
 

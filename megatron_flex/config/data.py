@@ -47,9 +47,10 @@ class DataOptions:
     mmap_bin_files: bool = option(True, flags=("--no-mmap-bin-files",))
     """Read .bin files with ordinary reads instead of mapping them into memory."""
 
-    sample_format: Literal["text", "pair"] = option("text", own=True)
-    """What a sample is: a document, or a prompt with its completion, of which only the completion
-    counts in the loss."""
+    sample_format: Literal["text", "pair", "chat"] = option("text", own=True)
+    """What a sample is: a document; a prompt with its completion, of which only the completion
+    counts in the loss; or a conversation, written by tools/preprocess_data.py --sample-format chat,
+    of which what the assistant says counts."""
 
     pair_keys: tuple[str, str] = option(("prompt", "completion"), own=True)
     """Names of the two data sets of a pair, in {prefix}_{name}_document."""
@@ -63,7 +64,8 @@ class DataOptions:
     overlong: Literal["truncate", "split", "drop", "error"] = option("truncate", own=True)
     """What to do with a longer document: keep its beginning, make several samples of it, leave
     it out, or stop before training. The number of such documents is reported; a loss of 1 % of the
-    tokens or more is a warning. Of a pair that is split only the first samples have its prompt."""
+    tokens or more is a warning. Of a pair that is split only the first samples have its prompt. A
+    conversation is cut after an answer, and never split."""
 
     micro_batch_tokens: int | None = option(None, own=True, at_least=1)
     """Cut micro-batches by cost, with at most this many tokens in each (or one sample), packed

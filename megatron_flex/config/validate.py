@@ -121,6 +121,14 @@ def _data(config: Config) -> Problems:
     yield from _without(config, "--sample-format pair", pair, ("pair_keys",))
     if pair and (config.architecture == "bert" or d.mock_data):
         yield "--sample-format pair is for GPT and data on disk: remove it"
+    if d.sample_format == "chat":
+        if config.architecture == "bert" or d.mock_data:
+            yield "--sample-format chat is for GPT and data on disk: remove it"
+        if d.overlong == "split":
+            yield (
+                "--overlong split is not for --sample-format chat, since later parts would answer"
+                " to nothing: choose truncate, which cuts after an answer, or drop"
+            )
 
 
 def _shares(d: DataOptions) -> tuple[bool, bool, bool]:

@@ -24,6 +24,9 @@ class Documents(Protocol):
     def num_sentences(self, documents: IntArray) -> IntArray:
         """Sequences (sentences) of each document, ``[n]`` int64."""
 
+    def sequence_lengths(self, documents: IntArray) -> IntArray:
+        """Tokens of each sequence of all these documents, one after the other, int64."""
+
     def sentences(self, document: int) -> IntArray:
         """Tokens of each sequence (sentence) of one document, int64."""
 

@@ -55,10 +55,11 @@ class Document:
 
 @dataclass
 class Encoded:
-    """The documents of some lines (``None`` where skipped), with counts of notes."""
+    """The documents of some lines, with counts of notes, and the first line of each note."""
 
     documents: list[dict[str, Document]] = field(default_factory=list)
     notes: dict[str, int] = field(default_factory=dict)
+    first: dict[str, tuple[str, int]] = field(default_factory=dict)
     skipped: int = 0
     position: int = 0
 
@@ -86,17 +87,23 @@ class Encoder:
         """
         result = Encoded()
         for line in lines:
-            documents, notes = self.line(line)
+            documents, notes = self.several(line)
             if notes and self._options.strict:
                 raise DataError(f"--strict: {line.path}, line {line.number}: {notes[-1]}")
             for note in notes:
                 result.notes[note] = result.notes.get(note, 0) + 1
+                result.first.setdefault(note, (line.path, line.number))
             if documents is None:
                 result.skipped += 1
             else:
-                result.documents.append(documents)
+                result.documents += documents
             result.position = line.position
         return result
+
+    def several(self, line: RawLine) -> tuple[list[dict[str, Document]] | None, tuple[str, ...]]:
+        """What one line gives: see :meth:`line`."""
+        documents, notes = self.line(line)
+        return None if documents is None else [documents], notes
 
     def line(self, line: RawLine) -> tuple[dict[str, Document] | None, tuple[str, ...]]:
         """The documents of one line, or ``None``, and notes (the last says why it is skipped)."""
@@ -139,10 +146,10 @@ class Encoder:
 _encoder: Encoder | None = None
 
 
-def start_worker(make_tokenizer: Callable[[], TextTokenizer], options: EncodeOptions) -> None:
+def start_worker(make_encoder: Callable[[], Encoder]) -> None:
     """Make the encoder of this worker process."""
     global _encoder
-    _encoder = Encoder(make_tokenizer(), options)
+    _encoder = make_encoder()
 
 
 def encode_in_worker(lines: Sequence[RawLine]) -> Encoded:

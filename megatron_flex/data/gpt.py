@@ -75,6 +75,15 @@ class GptSamples:
             loss_mask=np.ones(stop - start, dtype=np.float32),
         )
 
+    def as_conversations(self) -> str | None:
+        """A sentence if the documents are conversations, by their name."""
+        if not self._documents.name.endswith("_chat_document"):
+            return None
+        return (
+            f"{self._documents.name} has conversations, and the loss is on all of their tokens:"
+            " give --sample-format chat for the answers alone"
+        )
+
     def _divide(self, documents: IntArray) -> tuple[IntArray, IntArray]:
         lengths, _ = self._measure(documents)
         return -(-lengths // self._limit), np.zeros_like(lengths)

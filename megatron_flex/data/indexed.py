@@ -59,6 +59,14 @@ class IndexedDocuments:
         result: IntArray = borders[documents + 1] - borders[documents]
         return result
 
+    def sequence_lengths(self, documents: IntArray) -> IntArray:
+        """Tokens of each sequence of all these documents, one after the other, int64."""
+        counts = self.num_sentences(documents)
+        before = np.cumsum(counts) - counts
+        places = np.arange(int(counts.sum()), dtype=np.int64)
+        places += np.repeat(self._dataset.document_indices[documents] - before, counts)
+        return self._dataset.sequence_lengths[places].astype(np.int64)
+
     def sentences(self, document: int) -> IntArray:
         """Tokens of each sequence of one document, int64."""
         first, last = self._dataset.document_indices[document : document + 2]

@@ -1,4 +1,4 @@
-"""Reading JSONL as it comes: what is wrong with a line is counted, or fatal if asked."""
+"""Reading JSONL or Parquet as it comes: what is wrong with a line is counted, or fatal if asked."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from megatron_flex.data.errors import DataError
 
 _BOM = b"\xef\xbb\xbf"
+_ROWS = 1024  # of a Parquet file, read at once
 
 # Repaired: the line is used all the same.
 BYTE_ORDER_MARK = "byte-order mark removed"
@@ -46,11 +48,14 @@ class ParsedLine:
 
 
 def read_lines(path: str) -> Iterator[RawLine]:
-    """The lines of a file; ``.gz`` is unpacked on the way.
+    """The lines of a file; ``.gz`` is unpacked on the way, rows of ``.parquet`` become lines.
 
     Raises:
         DataError: the file cannot be read, or is a damaged archive.
     """
+    if path.endswith(".parquet"):
+        yield from _read_rows(path)
+        return
     try:
         with (
             Path(path).open("rb") as disk,
@@ -62,12 +67,33 @@ def read_lines(path: str) -> Iterator[RawLine]:
         raise DataError(f"--input {path}: cannot read it: {error}") from error
 
 
-def parse(content: bytes, keys: Sequence[str], *, first: bool = False) -> ParsedLine:
-    """Take the values of ``keys`` out of one line; ``first`` is true for a file's first line.
+def _read_rows(path: str) -> Iterator[RawLine]:
+    try:
+        from pyarrow import ArrowException, parquet
+    except ImportError as error:
+        raise DataError(
+            f"--input {path}: Parquet is read with pyarrow, which is not here ({error}): install it"
+            " (pip install pyarrow), or write the rows as JSONL"
+        ) from error
+    size, number = Path(path).stat().st_size, 0
+    try:
+        with parquet.ParquetFile(path) as file:
+            rows = file.metadata.num_rows
+            for batch in file.iter_batches(_ROWS):
+                for row in batch.to_pylist():
+                    number += 1
+                    content = json.dumps(row, ensure_ascii=False, default=str).encode()
+                    yield RawLine(path, number, content, size * number // rows)
+    except (OSError, ArrowException) as error:
+        raise DataError(f"--input {path}: cannot read it: {error}") from error
 
-    A value is a string, or a list of strings (sentences, as Megatron's tool accepts them). A line
-    is skipped as a whole if one of its values cannot be used, so that data sets of several keys
-    stay aligned.
+
+def read_record(
+    content: bytes, *, first: bool = False
+) -> tuple[dict[str, Any] | None, tuple[str, ...]]:
+    """The JSON object of one line, ``None`` if there is none, and notes as of :class:`ParsedLine`.
+
+    ``first`` is true for a file's first line.
     """
     notes: list[str] = []
     if first and content.startswith(_BOM):
@@ -76,15 +102,28 @@ def parse(content: bytes, keys: Sequence[str], *, first: bool = False) -> Parsed
     if content.endswith(b"\r\n"):
         notes.append(CRLF)
     if not content.strip():
-        return ParsedLine(None, (*notes, BLANK))
+        return None, (*notes, BLANK)
     try:
         record = json.loads(content.decode("utf-8"))
     except UnicodeDecodeError:
-        return ParsedLine(None, (*notes, NOT_UTF8))
+        return None, (*notes, NOT_UTF8)
     except (ValueError, RecursionError):
-        return ParsedLine(None, (*notes, BROKEN))
+        return None, (*notes, BROKEN)
     if not isinstance(record, dict):
-        return ParsedLine(None, (*notes, NOT_OBJECT))
+        return None, (*notes, NOT_OBJECT)
+    return record, tuple(notes)
+
+
+def parse(content: bytes, keys: Sequence[str], *, first: bool = False) -> ParsedLine:
+    """Take the values of ``keys`` out of one line; ``first`` is true for a file's first line.
+
+    A value is a string, or a list of strings (sentences, as Megatron's tool accepts them). A line
+    is skipped as a whole if one of its values cannot be used, so that data sets of several keys
+    stay aligned.
+    """
+    record, notes = read_record(content, first=first)
+    if record is None:
+        return ParsedLine(None, notes)
     texts: dict[str, list[str]] = {}
     for key in keys:
         if key not in record:
@@ -100,4 +139,4 @@ def parse(content: bytes, keys: Sequence[str], *, first: bool = False) -> Parsed
         if not any(s.strip() for s in sentences):
             return ParsedLine(None, (*notes, EMPTY))
         texts[key] = sentences
-    return ParsedLine(texts, tuple(notes))
+    return ParsedLine(texts, notes)

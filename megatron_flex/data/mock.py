@@ -57,6 +57,11 @@ class MockDocuments:
         """Two for each document, ``[n]`` int64."""
         return np.full(documents.shape, 2, dtype=np.int64)
 
+    def sequence_lengths(self, documents: IntArray) -> IntArray:
+        """Tokens of each sequence of all these documents, one after the other, int64."""
+        parts = [self.sentences(document) for document in documents.tolist()]
+        return np.concatenate([np.empty(0, dtype=np.int64), *parts])
+
     def sentences(self, document: int) -> IntArray:
         """Two sentences of half the document each, so that a sentence-order head has a target."""
         total = int(self.lengths(np.array([document]))[0])

@@ -10,6 +10,7 @@ from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain, islice
 from pathlib import Path
 from typing import TypeVar
@@ -17,17 +18,18 @@ from typing import TypeVar
 import numpy as np
 
 from megatron_flex.data.bar import progress_bar
+from megatron_flex.data.chat_encode import CHAT, ChatOptions, make_encoder
 from megatron_flex.data.encode import (
     Encoded,
     EncodeOptions,
     Encoder,
-    TextTokenizer,
     encode_in_worker,
     start_worker,
 )
 from megatron_flex.data.errors import DataError
 from megatron_flex.data.indexed_writer import IndexedWriter
 from megatron_flex.data.jsonl import RawLine, read_lines
+from megatron_flex.tokenizers.base import Tokenizer
 
 _T = TypeVar("_T")
 _CHUNK = 64  # lines that go to a worker at once
@@ -38,18 +40,26 @@ _AHEAD = 4  # chunks for each worker that are read ahead: bounds memory
 class PreprocessOptions:
     """What to do; fields are named as the flags.
 
-    ``make_tokenizer`` runs in each worker process, so it must be picklable.
+    ``make_tokenizer`` runs in each worker process, so it must be picklable. ``chat`` says how lines
+    are conversations; without it they are texts.
     """
 
     inputs: tuple[str, ...]
     output_prefix: str
-    make_tokenizer: Callable[[], TextTokenizer]
+    make_tokenizer: Callable[[], Tokenizer]
     vocab_size: int
     encode: EncodeOptions
+    chat: ChatOptions | None = None
     workers: int = 1
     partitions: int = 1
     keep_sequential_samples: bool = False
     log_interval: int = 1000
+
+    @property
+    def make_encoder(self) -> Callable[[], Encoder]:
+        """Makes what turns lines into documents, in each worker process."""
+        # No method: workers would import this module, and PyTorch with it.
+        return partial(make_encoder, self.make_tokenizer, self.encode, self.chat)
 
     def prefix(self, key: str, partition: int | None = None) -> str:
         """Where the documents of ``key`` go: ``{prefix}_{key}_{document|sentence}``."""
@@ -60,11 +70,17 @@ class PreprocessOptions:
 
 @dataclass
 class Report:
-    """What was written and what was not."""
+    """What was written and what was not.
+
+    ``notes`` counts what was odd, ``first`` has file and line where it was met first; ``counted``
+    is the number of tokens of conversations that the loss is on.
+    """
 
     lengths: dict[str, array[int]] = field(default_factory=dict)
     notes: dict[str, int] = field(default_factory=dict)
+    first: dict[str, tuple[str, int]] = field(default_factory=dict)
     skipped: int = 0
+    counted: int = 0
 
     @property
     def num_documents(self) -> int:
@@ -74,8 +90,10 @@ class Report:
     def add(self, other: Report) -> None:
         """Add the report of another partition."""
         self.skipped += other.skipped
+        self.counted += other.counted
         for note, count in other.notes.items():
             self.notes[note] = self.notes.get(note, 0) + count
+            self.first[note] = min(other.first[note], self.first.get(note, other.first[note]))
         for key, lengths in other.lengths.items():
             self.lengths.setdefault(key, array("q")).extend(lengths)
 
@@ -90,9 +108,13 @@ class Report:
                     f" mean {tokens.mean():.0f}, median {p50:.0f}, 99 % up to {p99:.0f}, longest"
                     f" {tokens.max()}"
                 )
+                if key == CHAT:
+                    share = 100 * self.counted / max(1, int(tokens.sum()))
+                    yield f"the loss is on {self.counted} of these tokens ({share:.1f} %)"
         yield f"skipped: {self.skipped} lines"
         for note, count in sorted(self.notes.items()):
-            yield f"  {note}: {count}"
+            path, number = self.first[note]
+            yield f"  {note}: {count} (first in {path}, line {number})"
 
 
 def preprocess(options: PreprocessOptions) -> Report:
@@ -173,7 +195,8 @@ def _partition(
             for documents in encoded.documents:
                 for key, document in documents.items():
                     writers[key].add(document.ids, document.lengths)
-            report.add(Report(notes=encoded.notes, skipped=encoded.skipped))
+                    report.counted += sum(document.lengths[1::2]) if key == CHAT else 0
+            report.add(Report(notes=encoded.notes, first=encoded.first, skipped=encoded.skipped))
             bar.update(encoded.position - bar.n)
             written = len(writers[options.encode.keys[0]].lengths)
             if written // options.log_interval > reported:
@@ -209,15 +232,14 @@ def _encode(options: PreprocessOptions, lines: Iterator[RawLine]) -> Iterator[En
     chunks = iter(lambda: list(islice(lines, _CHUNK)), [])
     workers = options.workers // options.partitions
     if options.workers == 1:
-        encoder = Encoder(options.make_tokenizer(), options.encode)
-        yield from map(encoder.lines, chunks)
+        yield from map(options.make_encoder().lines, chunks)
         return
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(
         workers,
         mp_context=context,
         initializer=start_worker,
-        initargs=(options.make_tokenizer, options.encode),
+        initargs=(options.make_encoder,),
     ) as pool:
         waiting: deque[Future[Encoded]] = deque()
         try:

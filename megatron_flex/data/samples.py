@@ -161,6 +161,7 @@ def select(
     *,
     divide: Callable[[IntArray], tuple[IntArray, IntArray]],
     may_lose_targets: bool = False,
+    remaining: Callable[[IntArray], IntArray] | None = None,
 ) -> Selection:
     """Find the documents of ``[start, stop)`` that can be samples.
 
@@ -173,6 +174,8 @@ def select(
         divide: for document numbers of which each is too long, the samples that each becomes with
             ``Overlong.SPLIT``, and the input tokens that none of them has.
         may_lose_targets: whether a sample can have targets that all lie beyond ``max_length``.
+        remaining: for document numbers of which each is truncated, the input tokens that it keeps;
+            ``None``: ``max_length`` of each.
 
     Raises:
         DataError: a sample is too long and ``overlong`` is ``error``, or none is left.
@@ -211,7 +214,8 @@ def select(
             useful &= ~over
         elif max_length is not None:
             truncated += int(np.count_nonzero(over))
-            cut += int((lengths[over] - max_length).sum())
+            left = max_length if remaining is None else remaining(numbers[over])
+            cut += int((lengths[over] - left).sum())
         usable[first - start : first - start + len(numbers)] = useful
     size = int(samples.sum() if splits else np.count_nonzero(usable))
     counts = Counts(

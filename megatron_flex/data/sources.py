@@ -8,6 +8,7 @@ from typing import Literal
 from megatron_flex.data.batches import BatchSource
 from megatron_flex.data.bert import BertSamples
 from megatron_flex.data.blend import BlendOrder
+from megatron_flex.data.chat import ChatSamples
 from megatron_flex.data.documents import Documents
 from megatron_flex.data.errors import DataError
 from megatron_flex.data.gpt import GptSamples
@@ -38,7 +39,7 @@ class DataConfig:
         split: proportions of train, valid and test; ``None`` is Megatron's ``969, 30, 1``.
         mock_data: no files; see :mod:`megatron_flex.data.mock`.
         mmap_bin_files: map the ``.bin`` files into memory.
-        sample_format: ``text`` (next token), ``pair`` (prompt and completion), ``bert``.
+        sample_format: ``text`` (next token), ``pair`` (prompt and completion), ``chat``, ``bert``.
         pair_keys: names of the two data sets of a pair: ``{prefix}_{key}_document``.
         vocab_size: of the tokenizer, unpadded.
         max_sample_length: most input tokens of a sample; ``None`` for no limit.
@@ -58,7 +59,7 @@ class DataConfig:
     split: str | None = None
     mock_data: bool = False
     mmap_bin_files: bool = True
-    sample_format: Literal["text", "pair", "bert"] = "text"
+    sample_format: Literal["text", "pair", "chat", "bert"] = "text"
     pair_keys: tuple[str, str] = ("prompt", "completion")
     max_sample_length: int | None = None
     overlong: Overlong = Overlong.TRUNCATE
@@ -192,4 +193,6 @@ class DataSets:
             return PairSamples(
                 documents[0], documents[1], start, stop, max_length=limits[0], overlong=limits[1]
             )
+        if config.sample_format == "chat":
+            return ChatSamples(documents[0], start, stop, max_length=limits[0], overlong=limits[1])
         return GptSamples(documents[0], start, stop, max_length=limits[0], overlong=limits[1])

@@ -15,6 +15,7 @@ from megatron_flex.cluster.profile import Profile, ProfileError
 from megatron_flex.config.config import Config
 from megatron_flex.data.batches import BatchSource
 from megatron_flex.data.errors import DataError
+from megatron_flex.data.gpt import GptSamples
 from megatron_flex.data.masking import BertVocabulary
 from megatron_flex.data.pairs import PairSamples
 from megatron_flex.data.paths import Split, read_data_args, read_per_split_data_args
@@ -71,14 +72,16 @@ def assemble(config: Config) -> Parts:
     if valid is None and config.evaluation.eval_interval is not None:
         raise sets.nothing_for(Split.VALID, "--eval-interval needs validation data")
     test = sets.source(Split.TEST, repeat=False)
-    warnings = () if tokenizer.eod is None else _warnings((train, valid, test), tokenizer.eod)
+    warnings = _warnings((train, valid, test), tokenizer.eod)
     return Parts(model, plan_of(config, model), train, valid, test, warnings)
 
 
-def _warnings(sources: Iterable[BatchSource | None], eod: int) -> tuple[str, ...]:
-    """What is odd about pairs of prompt and completion."""
+def _warnings(sources: Iterable[BatchSource | None], eod: int | None) -> tuple[str, ...]:
+    """What is odd about pairs of prompt and completion, and about conversations."""
     sets = [samples for source in sources if source is not None for samples in source.sets]
-    found = [s.ended_prompts(eod) for s in sets if isinstance(s, PairSamples)]
+    found = [s.as_conversations() for s in sets if isinstance(s, GptSamples)]
+    if eod is not None:
+        found += [s.ended_prompts(eod) for s in sets if isinstance(s, PairSamples)]
     return tuple(dict.fromkeys(text for text in found if text is not None))
 
 

@@ -32,6 +32,7 @@ OPTIONAL = {
     "apex": "apex",
     "flash_attn": "flash-attn",
     "flash_attn_interface": "flash-attn",
+    "pyarrow": "pyarrow",
     "transformer_engine": "transformer-engine",
     "tokenizers": "tokenizers",
     "transformers": "transformers",

@@ -86,6 +86,8 @@ WRONG: list[tuple[str, tuple[str, ...], str]] = [
     ("--split 1,0,1 --eval-interval 10", (), "--eval-interval needs validation data"),
     ("--pair-keys a b", (), "--pair-keys has no effect without --sample-format pair"),
     ("--sample-format pair", (), "--sample-format pair is for GPT and data on disk"),
+    ("--sample-format chat", (), "--sample-format chat is for GPT and data on disk"),
+    ("--sample-format chat --overlong split", (), "--overlong split is not for --sample-format"),
     ("", ("--vocab-size",), "--tokenizer-type NullTokenizer needs --vocab-size"),
     ("--tokenizer-model m", (), "--tokenizer-model has no effect with --tokenizer-type Null"),
     (

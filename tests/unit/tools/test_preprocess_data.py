@@ -78,7 +78,7 @@ def test_flawed_lines_are_counted_and_not_fatal(
         "byte-order mark removed", "CRLF line ending", "empty text", "broken JSON", "blank line",
         "invalid UTF-8", "no key 'text'", "key 'text' is not a string",
     ):  # fmt: skip
-        assert f"  {note}: 1\n" in report
+        assert f"  {note}: 1 (first in {source}, line " in report
 
 
 def test_strict_stops_and_leaves_the_old_files(
