@@ -247,17 +247,21 @@ def _chat(flags: argparse.Namespace, inputs: list[str], tokenizer: Tokenizer) ->
         directory = Path(beside) if Path(beside).is_dir() else Path(beside).parent
     source = find_template(tokenizer, directory, flags.chat_template)
     print(f"conversations ({form}), written by the chat template of {source.origin}")
+    turns = Turns(ChatTemplate(source))
     if not source.own:
-        end = "<|im_end|>"
-        pieces = len(tokenizer.encode(end))
-        more = f"; {end} is {pieces} tokens of this tokenizer" if pieces > 1 else ""
         print(
             "note: the tokenizer has no chat template, so it is ChatML: --chat-template gives"
-            f" another{more}",
+            " another",
             file=sys.stderr,
         )
-    if flags.loss_on == "assistant" and (remark := Turns(ChatTemplate(source)).remark):
-        print(f"note: {remark}", file=sys.stderr)
+    if turns.end and (pieces := len(tokenizer.encode(turns.end))) > 1:
+        print(
+            f"note: {turns.end!r}, which ends an answer, is {pieces} tokens of this tokenizer: the"
+            " model has to learn all of them",
+            file=sys.stderr,
+        )
+    if flags.loss_on == "assistant" and turns.remark:
+        print(f"note: {turns.remark}", file=sys.stderr)
     return ChatOptions(form, source, everything=flags.loss_on == "all")
 
 

@@ -38,6 +38,11 @@ class Turns:
         self._template = template
         self._tail, self._gap, self.remark = self._look()
 
+    @property
+    def end(self) -> str:
+        """What ends an answer; empty if that is not known, or blanks do."""
+        return self._tail.rstrip()
+
     def _look(self) -> tuple[str, int, str]:
         """How answers end: what follows their text, how many characters of it belong to no turn
         (blanks after an end token); and a sentence if answers begin with what nobody says."""

@@ -17,7 +17,7 @@ from megatron_flex.arguments import parse
 from megatron_flex.config.config import Architecture, Config
 from tests.end_to_end.processes import ROOT
 
-SCRIPTS = sorted((ROOT / "examples").glob("*/*.sh"))
+SCRIPTS = sorted((ROOT / "examples").glob("*/train_*.sh"))
 SLURM = [script for script in SCRIPTS if "slurm" in script.name]
 
 # Stands in for srun and torchrun: leaves out their own flags, and starts "task 3".
