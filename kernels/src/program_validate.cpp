@@ -34,11 +34,12 @@ class Replay {
         users_{p.user_offset, p.user},
         groups_{p.group_offset, p.group},
         switch_(p, fail),
+        route_(p.route, p.route + p.stages * p.batches),
         state_(p.stages * p.batches, kNothing),
         activation_(p.stages * p.batches),
         gradient_(p.stages * p.batches),
-        sent_activation_(p.stages * p.batches, -1),
-        sent_gradient_(p.stages * p.batches, -1),
+        sent_activation_(p.stages * p.batches),
+        sent_gradient_(p.stages * p.batches),
         weights_left_(p.devices * p.stages),
         queues_(p.devices),
         waits_for_(p.devices, -1),
@@ -94,7 +95,7 @@ class Replay {
 
   [[noreturn]] void stop(std::string reason) { fail_.stop(std::move(reason)); }
 
-  int64_t route(int64_t stage, int64_t batch) const { return p_.route[stage * p_.batches + batch]; }
+  int64_t route(int64_t stage, int64_t batch) const { return route_[stage * p_.batches + batch]; }
 
   static bool may_follow_norm(int64_t op) { return op >= kSquaredNorm && op != kGlobalNorm; }
 
@@ -295,8 +296,8 @@ class Replay {
   bool send(const Step& step) {
     const int64_t at = index(step);
     const auto [source, target] = ends(step);
-    int64_t& sent = (step.op == kSendActivation ? sent_activation_ : sent_gradient_)[at];
-    if (sent >= 0) stop("sent a second time, first at step " + str(sent));
+    char& sent = (step.op == kSendActivation ? sent_activation_ : sent_gradient_)[at];
+    if (sent) stop("sent a second time, first at step " + str(first_of(step)));
     if (state_[at] < (step.op == kSendActivation ? kForwarded : kHalf)) {
       stop("sent before it is computed");
     }
@@ -306,13 +307,21 @@ class Replay {
       stop("the message has " + str(tokens) + " tokens, micro-batch " + str(step.batch()) +
            " has " + str(p_.tokens[step.batch()]));
     }
-    sent = steps_[device_];
-    push(&queue(source, target), word, sent);
+    sent = 1;
+    push(&queue(source, target), word, steps_[device_]);
     if (waits_for_[target] == source) {
       waits_for_[target] = -1;
       ready_.push_back(target);
     }
     return true;
+  }
+
+  // The number of the first step of this device that sends the same.
+  int64_t first_of(const Step& step) const {
+    Reader list(p_.words + p_.word_offset[device_], p_.words + p_.word_offset[device_ + 1]);
+    for (int64_t number = 0;; ++number) {
+      if (list.take().same(step)) return number;
+    }
   }
 
   bool receive(const Step& step) {
@@ -596,13 +605,14 @@ class Replay {
   Failure& fail_;
   Rows holders_, unit_slabs_, users_, groups_;
   SwitchReplay switch_;
+  std::vector<int32_t> route_;  // small: it is asked all the time
   std::vector<State> state_;
   // Inputs at hand: the previous stage's output, the next stage's gradient.
   std::vector<char> activation_, gradient_;
-  std::vector<int64_t> sent_activation_, sent_gradient_;  // steps at which they were; -1
-  std::vector<int64_t> weights_left_;                     // [devices, stages], gradients to come
-  std::vector<std::vector<Queue>> queues_;                // by source
-  std::vector<Message> messages_;                         // of all queues, and free ones
+  std::vector<char> sent_activation_, sent_gradient_;
+  std::vector<int64_t> weights_left_;       // [devices, stages], gradients to come
+  std::vector<std::vector<Queue>> queues_;  // by source
+  std::vector<Message> messages_;           // of all queues, and free ones
   int64_t free_ = -1;
   std::vector<int64_t> waits_for_;  // sender that a receive waits for; -1
   std::vector<char> arrived_;       // [devices, slabs], at the reduction

@@ -26,7 +26,7 @@ struct mflex_schedule_problem {
   const int64_t* device;        // [operations], where each runs
   const double* seconds;        // [operations]
   const double* takes;          // [operations], bytes taken when it begins
-  const double* frees;          // [operations], bytes given back when it ends
+  const double* frees;          // [operations], bytes given back when it ends; only one of the two
   const int64_t* needs;         // [operations], how many others it waits for
   const int64_t* offset;        // [operations + 1], into target and wire
   const int64_t* target;        // [edges], operations that wait for it
@@ -82,42 +82,47 @@ class Lender {
 class Banker : public Lender {
  public:
   explicit Banker(const mflex_schedule_problem& p)
-      : p_(p), later_(p.stages * p.batches), way_(p.devices) {
+      : p_(p), need_(p.stages * p.batches), way_(p.devices) {
     for (int64_t d = 0; d < p.devices; ++d) {
       memory_.push_back(p.memory[d] * kSlack);
       spare_.push_back(memory_.back());
     }
-    std::vector<double> after(p.devices);
-    for (int64_t m = 0; m < p.batches; ++m) {
-      for (int64_t s = 0; s < p.stages; ++s) after[p.device[s * p.batches + m]] = 0.0;
+    // Some micro-batches at a time: their numbers are neighbours, those of one are far apart.
+    constexpr int64_t kTogether = 8;
+    std::vector<double> after(kTogether * p.devices);
+    for (int64_t first = 0; first < p.batches; first += kTogether) {
+      const int64_t last = std::min(first + kTogether, p.batches);
+      std::fill(after.begin(), after.end(), 0.0);
       for (int64_t s = p.stages - 1; s >= 0; --s) {
-        const int64_t at = s * p.batches + m;
-        later_[at] = after[p.device[at]];
-        after[p.device[at]] = later_[at] + p.takes[at];
+        for (int64_t m = first; m < last; ++m) {
+          const int64_t at = s * p.batches + m;
+          double& own = after[(m - first) * p.devices + p.device[at]];
+          need_[at] = {p.takes[at], own};
+          own += p.takes[at];
+        }
       }
     }
   }
 
   bool admits(int64_t device, int64_t stage, int64_t batch, double used) const override {
-    const int64_t at = stage * p_.batches + batch;
-    const double size = p_.takes[at];
+    const auto [size, later] = need_[stage * p_.batches + batch];
     if (used + size > memory_[device]) return false;
-    if (later_[at] == 0.0) return true;
+    if (later == 0.0) return true;
     double largest = 0.0;
     for (const Way& way : way_[device]) largest = std::max(largest, way.need);
-    return spare_[device] - size >= std::max(largest, later_[at]);
+    return spare_[device] - size >= std::max(largest, later);
   }
 
   void admit(int64_t device, int64_t stage, int64_t batch) override {
-    const int64_t at = stage * p_.batches + batch;
+    const auto [size, later] = need_[stage * p_.batches + batch];
     auto& ways = way_[device];
     auto way =
         std::find_if(ways.begin(), ways.end(), [batch](const Way& w) { return w.batch == batch; });
-    if (later_[at] != 0.0) {
+    if (later != 0.0) {
       if (way == ways.end()) way = ways.insert(way, Way{batch, 0.0, 0.0});
-      way->held = way->held + p_.takes[at];
-      way->need = later_[at];
-      spare_[device] -= p_.takes[at];
+      way->held = way->held + size;
+      way->need = later;
+      spare_[device] -= size;
     } else if (way != ways.end()) {
       spare_[device] += way->held;
       ways.erase(way);
@@ -130,8 +135,13 @@ class Banker : public Lender {
     int64_t batch;
     double held, need;
   };
+  // What a forward takes, and what later ones of its micro-batch take on its device.
+  struct Need {
+    double size, later;
+  };
   const mflex_schedule_problem& p_;
-  std::vector<double> memory_, spare_, later_;
+  std::vector<double> memory_, spare_;
+  LargeVector<Need> need_;
   std::vector<std::vector<Way>> way_;
 };
 
@@ -234,8 +244,7 @@ class Pass {
       const auto [queue, rank] = split(place);
       const int64_t code = queue * p.batches + p.turn[rank];
       ops_[place] = {p.seconds[code],
-                     p.takes[code],
-                     p.frees[code],
+                     p.takes[code] - p.frees[code],
                      static_cast<int32_t>(p.device[code]),
                      slot[p.device[code] * p.kinds * p.stages + queue],
                      static_cast<int32_t>(edges_.size()),
@@ -292,7 +301,8 @@ class Pass {
   // and operations of micro-batches that enter one after the other are neighbours: the place of one
   // is its code with the micro-batch's rank in its stead.
   struct Operation {
-    double seconds, takes, frees;
+    double seconds;
+    double grows;  // bytes that it takes when it begins; less than 0: frees when it ends
     int32_t device;
     int32_t slot;  // of its queue
     int32_t first_edge;
@@ -347,7 +357,7 @@ class Pass {
     if (0 <= stage && stage < p_.stages && p_.lead[batch] == batch) {
       --in_flight_[device * p_.stages + stage];
     }
-    used_[device] -= op.frees;
+    if (op.grows < 0.0) used_[device] += op.grows;
     const Edge* edge = edges_.data() + op.first_edge;
     for (const Edge* end = edge + op.edges; edge != end; ++edge) {
       const int64_t to = ops_[edge->place].device;
@@ -426,7 +436,7 @@ class Pass {
     for (const Edge* end = edge + op.edges; edge != end; ++edge) {
       __builtin_prefetch(&ops_[edge->place], 1);
     }
-    used_[device] += op.takes;
+    if (op.grows > 0.0) used_[device] += op.grows;
     p_.peak[device] = std::max(p_.peak[device], used_[device]);
     if (queue < p_.stages && p_.train) {
       --forwards_left_[device];
