@@ -4,7 +4,8 @@
 
 Of GPT-3.35B (GPT-13B for 64 stages) on described devices: straight even stages, the searched
 zero-bubble schedule, lognormal micro-batches. CPU time to make a program (place, write, validate,
-go through its memory) and to pack it for all devices; then to read one part. Medians.
+go through its memory) and to pack it for all devices; then to read one part. Medians. The largest
+takes some seconds a time.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from megatron_flex.planner.presets import model
 from megatron_flex.planner.static import static_plan
 from megatron_flex.programs import described_maker
 
-SIZES = ((8, 8, 44), (64, 8, 256), (64, 64, 256))
+SIZES = ((8, 8, 44), (64, 8, 256), (64, 64, 256), (1024, 64, 4096))
 BUDGET = 80_000_000_000
 
 

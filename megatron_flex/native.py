@@ -148,7 +148,7 @@ def structure(integers: str = "", doubles: str = "", arrays: str = "") -> type[c
     return type("Structure", (ctypes.Structure,), {"_fields_": fields})
 
 
-def pointers(arrays: Mapping[str, Array]) -> dict[str, int]:
+def pointers(arrays: Mapping[str, NDArray[Any]]) -> dict[str, int]:
     """Addresses of contiguous arrays, for a :func:`structure`: keep the arrays while it is used."""
     for name, array in arrays.items():
         if not array.flags.c_contiguous or array.itemsize != 8:

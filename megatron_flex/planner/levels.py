@@ -50,16 +50,12 @@ class SliceLine:
     """Bytes at one moment of a pass whose micro-batch holds a slice.
 
     ``before`` and ``own`` are the attention units of the stage that have run in this pass, and
-    those that have begun.
+    those that have begun: each that begins takes some bytes, and gives up some in the end.
     """
 
     level: Level
     before: int
     own: int
-
-    def __call__(self, tokens: float, sliced: float, begun: float, ended: float) -> float:
-        """Bytes, where each unit that begins takes ``begun`` and then gives up ``ended``."""
-        return self.level(tokens, sliced) + self.own * begun - self.before * ended
 
 
 SliceLines = tuple[SliceLine, ...]
@@ -79,13 +75,6 @@ def pruned(lines: Sequence[SliceLine]) -> SliceLines:
         if not any(all(map(ge, corners(other), own)) for other in kept):
             kept.append(line)
     return tuple(kept)
-
-
-def highest_slice(
-    lines: SliceLines, tokens: float, sliced: float, begun: float = 0.0, ended: float = 0.0
-) -> float:
-    """Bytes for a micro-batch that holds a slice; see :class:`SliceLine`."""
-    return max(line(tokens, sliced, begun, ended) for line in lines)
 
 
 @dataclass(frozen=True)

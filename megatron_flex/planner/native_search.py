@@ -15,90 +15,23 @@ from functools import cached_property, lru_cache
 
 import numpy as np
 
-from megatron_flex.native import function
+from megatron_flex.native import function, pointers, structure
 from megatron_flex.planner.cost import Group, GroupCost, PlanCost
 from megatron_flex.planner.tables import Array, IntArray, Shares, Tables, prefix
 
-_LONG, _DOUBLE, _POINTER = ctypes.c_int64, ctypes.c_double, ctypes.c_void_p
-_INTEGERS = [
-    "steps",
-    "devices",
-    "kinds",
-    "classes",
-    "micro_batches",
-    "granule",
-    "extra_in_flight",
-    "sharded",
-    "tie_low",
-    "tie_high",
-]
-_DOUBLES = [
-    "tied_state",
-    "tied_optimizer",
-    "tied_update",
-    "tied_reduce",
-    "chain",
-    "max_tokens",
-    "total_tokens",
-    "buffers",
-    "intra_seconds_per_byte",
-    "intra_latency",
-    "inter_seconds_per_byte",
-    "inter_latency",
-    "hop_intra",
-    "hop_inter",
-    "hop_busy_intra",
-    "hop_busy_inter",
-    "hide",
-    "host_seconds_per_byte",
-    "offload_optimizer",
-    "offload_activations",
-]
-_ARRAYS = [
-    "work_prefix",
-    "front_forward_prefix",
-    "hide_prefix",
-    "reduce_prefix",
-    "state_prefix",
-    "optimizer_prefix",
-    "front_activation_prefix",
-    "back_activation_prefix",
-    "update_prefix",
-    "front_count_prefix",
-    "back_count_prefix",
-    "reduce_step",
-    "transient_step",
-    "first_forward",
-    "drain",
-    "round_trip",
-    "remaining",
-    "front",
-    "back",
-    "kind_forward",
-    "kind_activation",
-    "kind_kept",
-    "kind_optimizer",
-    "share",
-    "top_offset",
-    "top_tokens",
-    "server",
-    "budget",
-    "device_class",
-    "fetch_bytes",
-    "fetch_seconds",
-    "handover_seconds",
-    "spare",
-]
-
-
-class _Problem(ctypes.Structure):
-    """``mflex_planner_problem`` of ``kernels/src/planner_problem.h``, field by field."""
-
-    _fields_ = [
-        *((name, _LONG) for name in _INTEGERS),
-        *((name, _DOUBLE) for name in _DOUBLES),
-        *((name, _POINTER) for name in _ARRAYS),
-    ]
+_Problem = structure(
+    "steps devices kinds classes micro_batches granule extra_in_flight sharded tie_low tie_high",
+    "tied_state tied_optimizer tied_update tied_reduce chain max_tokens total_tokens buffers"
+    " intra_seconds_per_byte intra_latency inter_seconds_per_byte inter_latency hop_intra hop_inter"
+    " hop_busy_intra hop_busy_inter hide host_seconds_per_byte offload_optimizer"
+    " offload_activations",
+    "work_prefix front_forward_prefix hide_prefix reduce_prefix state_prefix optimizer_prefix"
+    " front_activation_prefix back_activation_prefix update_prefix front_count_prefix"
+    " back_count_prefix reduce_step transient_step first_forward drain round_trip remaining front"
+    " back kind_forward kind_activation kind_kept kind_optimizer share top_offset top_tokens server"
+    " budget device_class fetch_bytes fetch_seconds handover_seconds spare",
+)
+"""``mflex_planner_problem`` of ``kernels/src/planner_problem.h``, field by field."""
 
 
 @dataclass(frozen=True)
@@ -251,7 +184,7 @@ class SearchProblem:
             host_seconds_per_byte=w.host_per_byte,
             offload_optimizer=float(t.offload_optimizer),
             offload_activations=float(t.offload_activations),
-            **{name: value.ctypes.data for name, value in self._arrays.items()},
+            **pointers(self._arrays),
         )
 
     @cached_property

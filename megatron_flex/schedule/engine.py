@@ -20,7 +20,7 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_flex.native import function
+from megatron_flex.native import Array, function, pointers, structure
 from megatron_flex.planner.plan import Plan
 from megatron_flex.schedule.operations import Integers
 from megatron_flex.schedule.placement import Placement, Problem, positions
@@ -90,54 +90,14 @@ def in_one_direction(plan: Plan) -> bool:
     return straight or (groups == half + half[::-1] and len(plan.devices) == sum(map(len, half)))
 
 
-_LONG, _DOUBLE, _POINTER = ctypes.c_int64, ctypes.c_double, ctypes.c_void_p
-_INTEGERS = [
-    "kinds",
-    "stages",
-    "batches",
-    "devices",
-    "train",
-    "forwards_first",
-    "alternate",
-    "lender",
-]
-_ARRAYS = [
-    # Of operations.Operations.
-    "device",
-    "seconds",
-    "takes",
-    "frees",
-    "needs",
-    "offset",
-    "target",
-    "wire",
-    "lead",
-    # Of policy and limits.
-    "turn",
-    "cap",
-    "memory",
-    "queue_offset",
-    "queue",
-    # Given (replay) or found.
-    "order_offset",
-    "order",
-    "start",
-    "finish",
-    "peak",
-    "sequence",
-    "reached",
-]
-
-
-class _Problem(ctypes.Structure):
-    """``mflex_schedule_problem`` of ``kernels/src/schedule.cpp``, field by field."""
-
-    _fields_ = [
-        *((name, _LONG) for name in _INTEGERS),
-        ("tolerance", _DOUBLE),
-        ("stop", _DOUBLE),
-        *((name, _POINTER) for name in _ARRAYS),
-    ]
+_OPERATIONS = "device seconds takes frees needs offset target wire lead"
+_Problem = structure(
+    "kinds stages batches devices train forwards_first alternate lender",
+    "tolerance stop",
+    f"{_OPERATIONS} turn cap memory queue_offset queue order_offset order start finish peak"
+    " sequence reached",
+)
+"""``mflex_schedule_problem`` of ``kernels/src/schedule.cpp``, field by field."""
 
 
 class Verdict(IntEnum):
@@ -179,8 +139,8 @@ class NativePass:
             order = np.concatenate(parts)
             counts = np.array([len(part) for part in parts])
         self._problem = problem
-        self._arrays: dict[str, NDArray[np.float64] | NDArray[np.int64]] = {
-            **{name: np.ascontiguousarray(getattr(ops, name)) for name in _ARRAYS[:9]},
+        self._arrays: dict[str, Array] = {
+            **{name: np.ascontiguousarray(getattr(ops, name)) for name in _OPERATIONS.split()},
             "turn": np.array(turn, dtype=np.int64),
             "cap": np.array(limits.in_flight if limits else (), dtype=np.float64),
             "memory": np.array(limits.memory[:devices] if limits else (), dtype=np.float64),
@@ -206,7 +166,7 @@ class NativePass:
             tolerance=problem.tolerance,
             stop=math.inf,
             # The structure holds addresses: self._arrays keeps what they point to.
-            **{name: array.ctypes.data for name, array in self._arrays.items()},
+            **pointers(self._arrays),
         )
 
     def place(self, lend: Lend, stop: float) -> Verdict:

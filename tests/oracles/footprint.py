@@ -6,7 +6,7 @@ from collections import Counter, deque
 from collections.abc import Sequence
 
 from megatron_flex.planner.footprint import Footprint
-from megatron_flex.planner.levels import SlicePasses, StagePasses, highest, highest_slice
+from megatron_flex.planner.levels import SliceLines, SlicePasses, StagePasses, highest
 from megatron_flex.schedule.instructions import (
     Backward,
     BackwardInput,
@@ -36,6 +36,15 @@ def device_peaks(
 ) -> tuple[float, float]:
     """As :meth:`megatron_flex.planner.footprint.Footprint.device`."""
     return _Replay(footprint, program, device, sliced).run()
+
+
+def highest_slice(
+    lines: SliceLines, tokens: float, sliced: float, begun: float = 0.0, ended: float = 0.0
+) -> float:
+    """Bytes where each unit that begins takes ``begun`` and then gives up ``ended``."""
+    return max(
+        line.level(tokens, sliced) + line.own * begun - line.before * ended for line in lines
+    )
 
 
 class _Chain:
