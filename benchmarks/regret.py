@@ -17,7 +17,7 @@ local searches of 1,000 simulations, from the exact search's plans and from even
 - first: its mean regret, without the switch to it.
 
 *held* is the number of simulations that 30 % of an iteration's time holds at the measured rate; the
-first decision of a run, which no iteration waits for, has 50.
+first decision of a run, which no iteration waits for, has 200.
 Decisions are for a start, without a switch, split backwards on straight plans and Vs.
 """
 
@@ -55,7 +55,7 @@ from megatron_flex.planner.plan import Plan
 from megatron_flex.planner.planner import Planner
 from megatron_flex.planner.pool import Pool
 from megatron_flex.planner.presets import model
-from megatron_flex.planner.service import Question, Service, Setup
+from megatron_flex.planner.service import AT_THE_START, Question, Service, Setup
 from megatron_flex.planner.static import static_plan
 from megatron_flex.planner.trials import Switching, Trials, moves_of
 from megatron_flex.planner.ways import ways
@@ -206,7 +206,7 @@ def lines(row: Row, batches: int, budgets: Sequence[int]) -> Iterator[str]:
         timed = found.get(50) or decide(setting, [50] * batches, bar.update)
         fit = [held((few, timed), seconds) for seconds in reference]
         counts = [count for count, _ in fit]
-        chosen = decide(setting, [max(50, counts[0]), *counts[1:]], bar.update)
+        chosen = decide(setting, [max(AT_THE_START, counts[0]), *counts[1:]], bar.update)
         single = Single(setting)
         first, answers = setting.first_answers([50] * batches)
     behind = statistics.mean(a / r - 1.0 for a, r in zip(answers, reference[1:], strict=True))

@@ -162,8 +162,9 @@ class Lookahead:
         found = [static, finder.best_of(running.plan, running, "current")]
         if not any(c.price.fits for c in found):
             return None
-        known = ((plan, min(way, len(finder.pricers) - 1)) for plan, way in pool.entries)
-        own = ((Plan(c.plan.stages), c.micro_batching) for c in found)
+        ways = len(finder.pricers)
+        known = ((plan, min(way, ways - 1)) for plan, way in pool.entries)
+        own = (pool.entry(c.plan, c.micro_batching, ways) for c in found)
         beyond = Amortised(self._edges, running, pool)
         decision, after = self.planner.search(
             finder, found, running, pool, count, beyond, starts=(*own, *known)

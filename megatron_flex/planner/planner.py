@@ -245,14 +245,14 @@ class Planner:
             )
 
         stay: Trial[Simulated] | None = None
-        own = None if kept is None else (Plan(kept.plan.stages), kept.micro_batching)
+        ways = range(len(finder.pricers))
+        own = None if kept is None else pool.entry(kept.plan, kept.micro_batching, len(ways))
         if own is not None and beyond is None:
             # What it is measured by comes first.
             stay = trials(Switching(finder, running, 0.0))(own, math.inf)
             margin = 0.0 if stay is None else self.options.margin * stay.score
             beyond = Switching(finder, running, margin)
         tried = trials(beyond or Switching(finder, running, 0.0))
-        ways = range(len(finder.pricers))
         entries = itertools.chain(
             ((plan, way) for plan in first for way in ways),
             () if own is None else (own,),

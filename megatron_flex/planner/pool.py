@@ -66,6 +66,15 @@ class Pool:
         """Their layouts, each once."""
         return tuple(dict.fromkeys(plan for plan, _ in self.entries))
 
+    def entry(self, plan: Plan, way: int, ways: int) -> Entry:
+        """A layout with the way of cutting that was best for it of late, else with ``way``.
+
+        ``ways``: how many there are.
+        """
+        layout = Plan(plan.stages)
+        known = (w for other, w in self.entries if other == layout)
+        return layout, min(next(known, way), ways - 1)
+
     def after(self, seconds: Mapping[Entry, float]) -> Pool:
         """The pool after a batch.
 

@@ -55,6 +55,8 @@ from megatron_flex.planner.switching import Running, Way, switch
 from megatron_flex.planner.ways import batch_of, micro_batches, ways
 from megatron_flex.schedule.transition import Transition, transition
 
+AT_THE_START = 200
+"""Simulations of a run's first decision: no iteration waits for it, and the pool begins with it."""
 REMEMBERED = 16
 """Iterations whose measured times correct the next predictions."""
 
@@ -464,10 +466,12 @@ class Service:
         return budget_advice(size, "--flexpipe-memory-budget-gb", reserved)
 
     def _count(self, question: Question, running: Running | None) -> int | None:
-        """Simulations of the decision; ``None``: the planner's default, where nothing waits."""
+        """Simulations of the decision; ``None``: the planner's default."""
         given = self._setup.options.simulations
-        if question.simulations is not None or given is not None or running is None:
+        if question.simulations is not None or given is not None:
             return given if question.simulations is None else question.simulations
+        if running is None:
+            return AT_THE_START
         return self._pace.simulations(running.seconds * self.factor)
 
     def _decide(
