@@ -68,7 +68,8 @@ class Samples(Protocol):
 class Counts:
     """What became of the documents of a set.
 
-    ``no_target`` were too short to give a target (or have one sentence only where two are needed).
+    ``no_target`` were too short to give a target (or have one sentence only where two are needed),
+    ``dropped`` too long, or without a target up to the limit.
     ``cut_tokens`` is the number of tokens that truncation removed, ``dropped_tokens`` that of the
     documents that were dropped or whose targets all lie beyond the limit, ``tokens`` that of all
     documents, before either, without those too short for a target.
@@ -199,8 +200,11 @@ def select(
         no_target += int(np.count_nonzero(~useful))
         tokens += int(lengths[useful].sum())
         if may_lose_targets and max_length is not None:
-            lost = int(lengths[~useful & (lengths > max_length)].sum())
+            late = ~useful & (lengths > max_length)
+            lost = int(lengths[late].sum())
             tokens, dropped_tokens = tokens + lost, dropped_tokens + lost
+            no_target -= int(np.count_nonzero(late))
+            dropped += int(np.count_nonzero(late))
         if splits:
             divided += int(np.count_nonzero(over))
             pieces = useful.astype(np.int64)

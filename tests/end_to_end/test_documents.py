@@ -15,6 +15,7 @@ import pytest
 import transformers
 
 from tests.end_to_end.processes import ROOT, Job
+from tests.unit.data.chats import template, write_tokenizer
 
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
@@ -63,6 +64,13 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         for source in sources:
             stream.write(json.dumps({"text": source.read_text()[:20000]}) + "\n")
     write_llama(directory / "Llama-3.2-1B")
+    write_llama(directory / "Llama-3.2-1B-Instruct")
+    write_tokenizer(directory / "Llama-3.2-1B-Instruct", template("llama-3"))
+    with (directory / "my_chats.jsonl").open("w") as stream:
+        for i in range(60):
+            words = (("user", "hi"), ("assistant", f"{i} " * (i % 20 + 1)))
+            messages = [{"role": role, "content": content} for role, content in words]
+            stream.write(json.dumps({"messages": messages}) + "\n")
     yield directory
     shutil.rmtree(directory)
 
@@ -77,7 +85,7 @@ def write_llama(directory: Path) -> None:
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
-        vocab_size=384,
+        vocab_size=420,
         max_position_embeddings=131072,
         rope_parameters=rope,
         tie_word_embeddings=True,
@@ -123,6 +131,9 @@ def test_every_command_works_as_printed(place: Path) -> None:
         if words[0] == "make":
             # The demo and the suite themselves have tests, or are running: the target must exist.
             run(["make", "-n", *words[1:]], ROOT)
+        elif words[0] == "python" and "chitchat.py" in words[1]:
+            pytest.importorskip("chitchat_dataset")
+            python([*words[1:], "--limit", "5"], place, number)
         elif words[0] == "python":
             if words[1].startswith("benchmarks/"):
                 words = [*words[:2], "--help"]
@@ -180,6 +191,7 @@ def test_the_documents_name_no_flag_that_is_not_there() -> None:
     others = {"--help", "--json-keys", "--append-eod", "--split-sentences", "--standalone"}
     others |= {"--nproc-per-node", "--special-tokens", "--workers"}
     others |= {"--gantts", "--iterations", "--once"}
+    others |= {"--chat-format", "--chat-template", "--loss-on", "--strict"}
     for document in DOCUMENTS:
         if document.name == "flags.md":
             continue  # generated from the parser, and checked against it

@@ -85,7 +85,8 @@ def test_what_is_cut_and_dropped_is_counted(tmp_path: Path) -> None:
     documents = tokens_of([[2, 3, 2, 3], [9, 3], []])
     counts = make(tmp_path, documents, max_length=5).selection.counts
     assert (counts.documents, counts.samples, counts.truncated) == (4, 2, 1)
-    assert (counts.cut_tokens, counts.dropped_tokens, counts.no_target) == (5, 11, 2)
+    assert (counts.cut_tokens, counts.dropped_tokens, counts.no_target) == (5, 11, 1)
+    assert counts.dropped == 1
     assert counts.tokens == 9 + 11 + 2
     counts = make(tmp_path, documents, max_length=5, overlong=Overlong.DROP).selection.counts
     assert (counts.samples, counts.dropped, counts.dropped_tokens) == (1, 2, 20)
