@@ -190,7 +190,7 @@ def test_the_documents_name_no_flag_that_is_not_there() -> None:
     known = {flag for option in all_options() for flag in option.flags}
     others = {"--help", "--json-keys", "--append-eod", "--split-sentences", "--standalone"}
     others |= {"--nproc-per-node", "--special-tokens", "--workers"}
-    others |= {"--gantts", "--iterations", "--once"}
+    others |= {"--gantts", "--iterations", "--once", "--long-share", "--programs"}
     others |= {"--chat-format", "--chat-template", "--loss-on", "--strict"}
     for document in DOCUMENTS:
         if document.name == "flags.md":
