@@ -14,6 +14,7 @@ from typing import Any
 from megatron_flex.planner.plan import Plan, PlanError, Stage
 from megatron_flex.report import gantt
 from megatron_flex.report.figures import (
+    LONGEST,
     PARTS,
     Column,
     columns,
@@ -46,6 +47,7 @@ def page(
     *,
     wanted: Sequence[int] = (),
     gantts: int = GANTTS,
+    longest: int = LONGEST,
     progress: Progress = iter,
 ) -> str:
     """The page.
@@ -54,10 +56,11 @@ def page(
         runs: one, or several side by side.
         wanted: iterations that are drawn operation by operation in any case.
         gantts: how many of each run are, at most, beside them.
+        longest: points of a run; of one with more iterations each is the mean of several.
         progress: goes through positions while they are drawn, such as a bar.
     """
     room = ROOM // len(runs)
-    found = [_run(run, wanted, gantts, room, progress) for run in runs]
+    found = [_run(run, longest, _gantts(run, wanted, gantts, room, progress)) for run in runs]
     data = {"parts": list(PARTS), "kinds": list(gantt.KINDS), "runs": found}
     title = ", ".join(run.name for run in runs)
     kinds = {str(run.last_run.get("kind", "training")) for run in runs}
@@ -74,11 +77,9 @@ def _read(name: str) -> str:
     return resources.files("megatron_flex.report").joinpath(name).read_text(encoding="utf-8")
 
 
-def _run(
-    run: RunData, wanted: Sequence[int], gantts: int, room: int, progress: Progress
-) -> dict[str, Any]:
+def _run(run: RunData, longest: int, gantts: dict[int, str]) -> dict[str, Any]:
     """All that the page knows of a run."""
-    found = columns(run)
+    found = columns(run, longest)
     changes = switches(run)
     starts, memory = worker_memory(run.iterations)
     about = run.last_run
@@ -118,7 +119,7 @@ def _run(
             if v["event"] == "validation" and (x := number(v.get("lm loss"))) is not None
         ],
         "memory": {"starts": [run.iterations[i]["iteration"] for i in starts], "workers": memory},
-        "gantts": _gantts(run, [s.iteration for s in changes], wanted, gantts, room, progress),
+        "gantts": gantts,
     }
 
 
@@ -168,15 +169,11 @@ def _stage(stage: Stage) -> str:
 
 
 def _gantts(
-    run: RunData,
-    changes: Sequence[int],
-    wanted: Sequence[int],
-    gantts: int,
-    room: int,
-    progress: Progress,
+    run: RunData, wanted: Sequence[int], gantts: int, room: int, progress: Progress
 ) -> dict[int, str]:
     """Iterations operation by operation, packed, until the room is used up."""
     records = run.iterations
+    changes = [s.iteration for s in switches(run)]
     at = {r["iteration"]: i for i, r in enumerate(records)}
     first = [at[k] for k in wanted if k in at]
     traced = [at[k] for k in run.trace if k in at]

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from megatron_flex.report.figures import switches, time_parts
+from megatron_flex.report.page import page as written
 from tests.browser import Browser, Page, chromium
 from tests.end_to_end.pages import (
     GANTT,
@@ -446,6 +447,21 @@ def test_ten_thousand_iterations_open_and_are_exact_when_zoomed(
     page.hover(plot("loss"), across(page, "loss", k))
     assert tip(page)[""] == f"iteration {k:,}"
     assert value(tip(page)["lm loss"]) == pytest.approx(loss(k), rel=1e-3)
+    assert page.problems == []
+
+
+def test_of_a_longer_run_a_point_is_a_mean(browser: Browser, pages: Pages, tmp_path: Path) -> None:
+    found = tmp_path / "grouped.html"
+    found.write_text(written([pages.scripted], longest=7))
+    page = browser.page()
+    page.open(found, READY)
+    assert "each point is the mean of 3 iterations" in page.text("h1 + p")
+    page.hover(plot("loss"), across(page, "loss", 8))
+    assert tip(page)[""] == "iterations 7 to 9"
+    losses = [r["lm loss"] for r in pages.scripted.iterations]
+    assert value(tip(page)["lm loss"]) == pytest.approx(sum(losses[6:9]) / 3, rel=1e-3)
+    page.click(plot("loss"), across(page, "loss", ITERATIONS))
+    assert page.run(CHOSEN) == ITERATIONS
     assert page.problems == []
 
 
