@@ -52,7 +52,13 @@ def read_runs(paths: Sequence[Path], names: Sequence[str] | None) -> list[RunDat
     """The runs, each with a name of its own."""
     if names and len(names) != len(paths):
         raise ReportError(f"there are {len(names)} --names for {len(paths)} runs: give one each")
-    found = [read_run([p], names[number] if names else "") for number, p in enumerate(paths)]
+    found = []
+    for number, path in enumerate(paths):
+
+        def progress(lines: Sequence[bytes]) -> Iterator[bytes]:
+            return shown(lines, "read", unit=" lines")
+
+        found.append(read_run([path], names[number] if names else "", progress))
     known = [run.name for run in found]  # runs of one name get that of their path
     return [
         dataclasses.replace(run, name=str(path)) if known.count(run.name) > 1 else run
@@ -66,7 +72,7 @@ def main(given: Sequence[str] | None = None) -> int:
     began = time.perf_counter()
 
     def progress(positions: Sequence[int]) -> Iterator[int]:
-        return shown(positions, "draw iterations", unit=" iterations")
+        return shown(positions, "make figures", unit=" iterations")
 
     try:
         runs = read_runs(args.runs, args.names)

@@ -116,7 +116,7 @@ class Chart {
     for (const v of ticks(state.lo, state.hi, Math.max(2, Math.floor(this.inner / 90)))) {
       if (v !== Math.round(v)) continue;
       const x = this.x(v);
-      parts.push(`<text x="${clamp(x, LEFT + 4, this.width - 14)}" y="${bottom + 16}" text-anchor="middle">${integer(v)}</text>`);
+      parts.push(`<text x="${clamp(x, LEFT + 4, this.width - 2 - 3.4 * integer(v).length)}" y="${bottom + 16}" text-anchor="middle">${integer(v)}</text>`);
     }
     return `${parts.join("")}</g>`;
   }

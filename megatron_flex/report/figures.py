@@ -6,7 +6,7 @@ Fields are those of docs/logging.md. What a run's records do not have is left ou
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -149,8 +149,13 @@ def balanced_seconds(record: Mapping[str, Any]) -> float | None:
     return number(record.get("seconds-balanced")) if perfect is None else perfect
 
 
-def columns(run: RunData, longest: int = LONGEST) -> Columns:
-    """All columns of a run, in groups of iterations where it has more than ``longest``."""
+def columns(
+    run: RunData, longest: int = LONGEST, progress: Callable[[Sequence[int]], Any] = iter
+) -> Columns:
+    """All columns of a run, in groups of iterations where it has more than ``longest``.
+
+    ``progress`` goes through the iterations' positions, such as a bar.
+    """
     records = run.iterations
     losses = sorted({name for r in records for name in r if name.endswith("loss")})
     rows: list[dict[str, float | None]] = []
@@ -158,7 +163,8 @@ def columns(run: RunData, longest: int = LONGEST) -> Columns:
     actions: dict[str, int] = {}
     plan: list[int] = []
     action: list[int] = []
-    for record, following in zip(records, [*records[1:], None], strict=True):
+    for i in progress(range(len(records))):
+        record, following = records[i], records[i + 1] if i + 1 < len(records) else None
         rows.append(_row(record, following, losses))
         text = record.get("plan") or (run.plans[k].plan if (k := record["iteration"]) in run.plans
                                       else "")  # fmt: skip

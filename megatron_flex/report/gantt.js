@@ -110,7 +110,8 @@ class Gantt {
     const canvas = el("canvas", { tabindex: "0", role: "img", "data-course": name,
       "aria-label": `${name} course of iteration ${state.selected}: ${seconds(c.end)}. Left and right move through operations, up and down through workers, plus and minus zoom, 0 shows all.` });
     const plot = el("div", { class: "plot gantt" }, canvas);
-    const node = el("div", {}, el("h3", {}, `${name === "planned" ? "As planned" : "As it went"}: ${seconds(c.end)}, computing ${percent(1 - idle)} of it${c.schedule && name === "planned" ? `, ${c.schedule}` : ""}`), plot);
+    const shares = name === "actual" && this.found.shares ? this.sharesOf(this.found.shares, c.end) : null;
+    const node = el("div", {}, el("h3", {}, `${name === "planned" ? "As planned" : "As it went"}: ${seconds(c.end)}, computing ${percent(1 - idle)} of it${c.schedule && name === "planned" ? `, ${c.schedule}` : ""}`), plot, shares);
     const panel = { name, c, length, canvas, plot, node, at: null, high: this.rows.length > 12 ? 18 : 26 };
     void active;
     canvas.addEventListener("pointermove", (e) => this.hover(panel, e));
@@ -139,6 +140,13 @@ class Gantt {
     }, { passive: false });
     canvas.addEventListener("keydown", (e) => this.key(panel, e));
     return panel;
+  }
+
+  /** What a trace knows and a record does not: bubble apart from messages. */
+  sharesOf(shares, end) {
+    const words = [["compute", "computing"], ["bubble", "bubble (waiting for what another worker had not yet sent)"],
+      ["message", "messages under way and sending"], ["reduction", "reductions"], ["norm", "at the global norm"], ["update", "update"]];
+    return el("p", { class: "note", id: "shares" }, `Of a worker's time, on average: ${words.map(([k, w]) => `${w} ${percent(shares[k] / end)}`).join(", ")}.`);
   }
 
   zoom(factor, around = (this.window[0] + this.window[1]) / 2) {

@@ -57,10 +57,12 @@ def page(
         wanted: iterations that are drawn operation by operation in any case.
         gantts: how many of each run are, at most, beside them.
         longest: points of a run; of one with more iterations each is the mean of several.
-        progress: goes through positions while they are drawn, such as a bar.
+        progress: goes through iterations, such as a bar.
     """
     room = ROOM // len(runs)
-    found = [_run(run, longest, _gantts(run, wanted, gantts, room, progress)) for run in runs]
+    found = [
+        _run(run, longest, progress, _gantts(run, wanted, gantts, room, progress)) for run in runs
+    ]
     data = {"parts": list(PARTS), "kinds": list(gantt.KINDS), "runs": found}
     title = ", ".join(run.name for run in runs)
     kinds = {str(run.last_run.get("kind", "training")) for run in runs}
@@ -77,9 +79,9 @@ def _read(name: str) -> str:
     return resources.files("megatron_flex.report").joinpath(name).read_text(encoding="utf-8")
 
 
-def _run(run: RunData, longest: int, gantts: dict[int, str]) -> dict[str, Any]:
+def _run(run: RunData, longest: int, progress: Progress, gantts: dict[int, str]) -> dict[str, Any]:
     """All that the page knows of a run."""
-    found = columns(run, longest)
+    found = columns(run, longest, progress)
     changes = switches(run)
     starts, memory = worker_memory(run.iterations)
     about = run.last_run

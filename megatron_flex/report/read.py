@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -65,16 +65,20 @@ class RunData:
         return self.runs[-1] if self.runs else {}
 
 
-def read_run(paths: Sequence[Path], name: str = "") -> RunData:
+def read_run(
+    paths: Sequence[Path], name: str = "", progress: Callable[[Sequence[bytes]], Any] = iter
+) -> RunData:
     """A run from a directory, or from its files.
 
     Of a directory the files are known by their beginnings, not by their names. A log that is named
     on its own brings plans and trace from its directory, unless several logs are there.
 
+    ``progress`` goes through the lines of the log, such as a bar.
+
     Raises :class:`ReportError` where there is no JSONL file with an iteration, or several.
     """
     log, found = _files(paths)
-    iterations, validations, about, runs = read_log(log)
+    iterations, validations, about, runs = read_log(log, progress)
     if not iterations:
         raise ReportError(f"{log} has no iteration yet")
     if len(paths) == 1 and paths[0].is_file():
@@ -145,12 +149,17 @@ def kind_of(path: Path) -> str | None:
     return "plans" if _PLAN.fullmatch(first.strip()) else None
 
 
-def read_log(path: Path) -> tuple[list[Record], list[Record], list[int], list[Record]]:
+def read_log(
+    path: Path, progress: Callable[[Sequence[bytes]], Any] = iter
+) -> tuple[list[Record], list[Record], list[int], list[Record]]:
     """Iterations (each once, ascending), evaluations, the run of each iteration, and the runs."""
     numbered: dict[int, tuple[Record, int]] = {}
     validations: list[Record] = []
     runs: list[Record] = []
-    for record in jsonl.read(path):
+    for line in progress(path.read_bytes().splitlines(keepends=True)):
+        record = jsonl.parse_line(line)
+        if record is None:
+            continue
         event = record["event"]
         if event == "run":
             runs.append(record)

@@ -321,6 +321,12 @@ def test_an_iteration_is_drawn_as_planned_and_as_it_went(page: Page, pages: Page
     computing = sum(e["dur"] for e in spans if e["name"].startswith(("Forward", "Backward")))
     shown_share = value(title.split("computing ")[1])
     assert shown_share == pytest.approx(computing / (2 * length), rel=0.02)
+    # Two replicas of all units: no stage waits for another.
+    text = page.text("#shares")
+    assert value(text.split("computing ")[1]) == pytest.approx(computing / (2 * length), rel=0.02)
+    assert value(text.split("not yet sent) ")[1]) == 0.0
+    show(page, 4)  # two stages: the second waits for the first
+    assert value(page.text("#shares").split("not yet sent) ")[1]) > 0.0
 
 
 def test_the_drawing_of_an_iteration_zooms(page: Page) -> None:
