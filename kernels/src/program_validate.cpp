@@ -16,6 +16,7 @@
 
 #include "api.h"
 #include "program.h"
+#include "program_messages.h"
 #include "program_switch.h"
 
 namespace mflex {
@@ -41,7 +42,7 @@ class Replay {
         sent_activation_(p.stages * p.batches),
         sent_gradient_(p.stages * p.batches),
         weights_left_(p.devices * p.stages),
-        queues_(p.devices),
+        messages_(p.devices),
         waits_for_(p.devices, -1),
         arrived_(p.devices * p.slabs),
         num_arrived_(p.slabs),
@@ -83,16 +84,6 @@ class Replay {
   const std::vector<int64_t>& steps() const { return steps_; }
 
  private:
-  struct Message {
-    const uint64_t* word;
-    int64_t number;  // of the step that sends it
-    int64_t next;    // in its queue, or among the free ones; -1: it is the last
-  };
-  // Messages from one device to another, first in, first out.
-  struct Queue {
-    int64_t target, first = -1, last = -1;
-  };
-
   [[noreturn]] void stop(std::string reason) { fail_.stop(std::move(reason)); }
 
   int64_t route(int64_t stage, int64_t batch) const { return route_[stage * p_.batches + batch]; }
@@ -263,36 +254,6 @@ class Replay {
     return p_.sizes ? p_.sizes[word - p_.words] : p_.tokens[*word >> 44];
   }
 
-  Queue& queue(int64_t source, int64_t target) {
-    auto& found = queues_[source];
-    auto at = std::find_if(found.begin(), found.end(),
-                           [target](const Queue& q) { return q.target == target; });
-    if (at == found.end()) at = found.insert(found.end(), Queue{target});
-    return *at;
-  }
-
-  void push(Queue* to, const uint64_t* word, int64_t number) {
-    int64_t place = free_;
-    if (place < 0) {
-      place = static_cast<int64_t>(messages_.size());
-      messages_.push_back({});
-    } else {
-      free_ = messages_[place].next;
-    }
-    messages_[place] = {word, number, -1};
-    (to->first < 0 ? to->first : messages_[to->last].next) = place;
-    to->last = place;
-  }
-
-  Message pop(Queue* from) {
-    const int64_t place = from->first;
-    const Message found = messages_[place];
-    from->first = found.next;
-    messages_[place].next = free_;
-    free_ = place;
-    return found;
-  }
-
   bool send(const Step& step) {
     const int64_t at = index(step);
     const auto [source, target] = ends(step);
@@ -308,7 +269,7 @@ class Replay {
            " has " + str(p_.tokens[step.batch()]));
     }
     sent = 1;
-    push(&queue(source, target), word, steps_[device_]);
+    messages_.push(source, target, word, steps_[device_]);
     if (waits_for_[target] == source) {
       waits_for_[target] = -1;
       ready_.push_back(target);
@@ -327,12 +288,11 @@ class Replay {
   bool receive(const Step& step) {
     const int64_t at = index(step);
     const auto [source, target] = ends(step);
-    Queue& sent = queue(source, target);
-    if (sent.first < 0) {
+    Messages::Message found;
+    if (!messages_.pop(source, target, &found)) {
       waits_for_[target] = source;
       return false;
     }
-    const Message found = pop(&sent);
     const Step message = Reader(found.word, found.word + 1).look();
     const int64_t wanted = step.op == kRecvActivation ? kSendActivation : kSendGradient;
     if (message.op != wanted || message.stage() != step.stage() ||
@@ -610,10 +570,8 @@ class Replay {
   // Inputs at hand: the previous stage's output, the next stage's gradient.
   std::vector<char> activation_, gradient_;
   std::vector<char> sent_activation_, sent_gradient_;
-  std::vector<int64_t> weights_left_;       // [devices, stages], gradients to come
-  std::vector<std::vector<Queue>> queues_;  // by source
-  std::vector<Message> messages_;           // of all queues, and free ones
-  int64_t free_ = -1;
+  std::vector<int64_t> weights_left_;  // [devices, stages], gradients to come
+  Messages messages_;
   std::vector<int64_t> waits_for_;  // sender that a receive waits for; -1
   std::vector<char> arrived_;       // [devices, slabs], at the reduction
   std::vector<int64_t> num_arrived_;
