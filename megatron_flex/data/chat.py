@@ -51,8 +51,8 @@ class ChatSamples:
             )
         self._selection = select(
             documents.name, start, stop, self._measure, max_length, overlong,
-            divide=lambda documents: (np.ones_like(documents), np.zeros_like(documents)),
-            may_lose_targets=cut, remaining=lambda documents: self._upto(documents, self._limit)[0],
+            divide=None, may_lose_targets=cut,
+            remaining=lambda documents: self._upto(documents, self._limit)[0],
         )  # fmt: skip
 
     @property

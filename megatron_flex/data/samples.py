@@ -73,7 +73,7 @@ class Counts:
     ``cut_tokens`` is the number of tokens that truncation removed, ``dropped_tokens`` that of the
     documents that were dropped or whose targets all lie beyond the limit, ``tokens`` that of all
     documents, before either, without those too short for a target.
-    ``divided`` documents became several samples each.
+    ``divided`` documents became several samples each; ``dividable``: those of this kind can.
     """
 
     documents: int
@@ -85,6 +85,7 @@ class Counts:
     dropped_tokens: int = 0
     divided: int = 0
     tokens: int = 0
+    dividable: bool = True
 
     @property
     def lost(self) -> float:
@@ -100,7 +101,7 @@ class Counts:
         return (
             f"{100 * self.lost:.1f} % of the tokens ({lost} of {self.tokens}) are left out:"
             f" samples are longer than --max-sample-length (or else --seq-length) {max_length}:"
-            f" raise it{'' if self.divided else advice}"
+            f" raise it{advice if self.dividable and not self.divided else ''}"
         )
 
     def __str__(self) -> str:
@@ -160,7 +161,7 @@ def select(
     max_length: int | None,
     overlong: Overlong,
     *,
-    divide: Callable[[IntArray], tuple[IntArray, IntArray]],
+    divide: Callable[[IntArray], tuple[IntArray, IntArray]] | None,
     may_lose_targets: bool = False,
     remaining: Callable[[IntArray], IntArray] | None = None,
 ) -> Selection:
@@ -173,7 +174,7 @@ def select(
         max_length: most input tokens of a sample; ``None`` for no limit.
         overlong: what to do with longer ones.
         divide: for document numbers of which each is too long, the samples that each becomes with
-            ``Overlong.SPLIT``, and the input tokens that none of them has.
+            ``Overlong.SPLIT``, and the input tokens that none of them has; ``None``: they cannot.
         may_lose_targets: whether a sample can have targets that all lie beyond ``max_length``.
         remaining: for document numbers of which each is truncated, the input tokens that it keeps;
             ``None``: ``max_length`` of each.
@@ -182,7 +183,7 @@ def select(
         DataError: a sample is too long and ``overlong`` is ``error``, or none is left.
     """
     usable = np.empty(stop - start, dtype=bool)
-    splits = overlong is Overlong.SPLIT and max_length is not None
+    splits = overlong is Overlong.SPLIT and max_length is not None and divide is not None
     samples = np.empty(stop - start if splits else 0, dtype=np.int64)
     no_target = truncated = cut = dropped = dropped_tokens = divided = tokens = 0
     for first in range(start, stop, _PIECE):
@@ -208,7 +209,7 @@ def select(
         if splits:
             divided += int(np.count_nonzero(over))
             pieces = useful.astype(np.int64)
-            if over.any():
+            if over.any() and divide is not None:
                 pieces[over], without = divide(numbers[over])
                 dropped_tokens += int(without.sum())
             samples[first - start : first - start + len(numbers)] = pieces
@@ -223,8 +224,9 @@ def select(
         usable[first - start : first - start + len(numbers)] = useful
     size = int(samples.sum() if splits else np.count_nonzero(usable))
     counts = Counts(
-        stop - start, size, no_target, truncated, cut, dropped, dropped_tokens, divided, tokens
-    )
+        stop - start, size, no_target, truncated, cut, dropped, dropped_tokens, divided, tokens,
+        dividable=divide is not None,
+    )  # fmt: skip
     if size == 0:
         raise DataError(
             f"data set '{name}': none of its {stop - start} documents can be a sample ({no_target}"

@@ -74,7 +74,7 @@ def data_lines(config: Config, source: BatchSource, found: Sizes) -> Iterator[st
     mark, advice = "   ", ""
     if (cut + gone) / tokens >= WORTH_A_WARNING:
         mark, advice = " warning: ", ": raise it"
-        if config.data.overlong != "split":
+        if config.data.overlong != "split" and all(c.dividable for c in counts):
             advice += ", or make several samples of a document with --overlong split"
     if truncated:
         yield (

@@ -88,6 +88,7 @@ def test_what_is_cut_and_dropped_is_counted(tmp_path: Path) -> None:
     assert (counts.cut_tokens, counts.dropped_tokens, counts.no_target) == (5, 11, 1)
     assert counts.dropped == 1
     assert counts.tokens == 9 + 11 + 2
+    assert str(counts.warning(5)).endswith(" 5: raise it"), "no advice that is refused"
     counts = make(tmp_path, documents, max_length=5, overlong=Overlong.DROP).selection.counts
     assert (counts.samples, counts.dropped, counts.dropped_tokens) == (1, 2, 20)
     with pytest.raises(DataError, match="document 1 has 11 input tokens"):
