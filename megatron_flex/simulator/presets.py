@@ -160,10 +160,20 @@ def open_cut(setting: Setting, sliced: bool = True) -> Cut:
     return Cut(by_cost=True, sliced=sliced and causal, cost=setting.cost)
 
 
+def one_plan(setting: Setting, preset: Planned | None = None) -> Static:
+    """One plan for a run with FlexPipe's operations, or with those that a preset leaves of them."""
+    options = {} if preset is None else preset.options
+    schedule = options.get("schedule", "zb")
+    rule = ByCut(open_cut(setting, preset is None or preset.sliced), "cut as suits each batch")
+    variant = Variant(
+        schedule, rule, options.get("unit", "block"), even=False, adaptive=True, offload=True,
+        saves=options.get("memory_optimisation", True),
+    )  # fmt: skip
+    return Static("one plan with slices", lambda setting, sample: [Runner(setting, variant)])
+
+
 def _static_slices(setting: Setting, sample: Sequence[Lengths]) -> list[Runner]:
-    rule = ByCut(open_cut(setting), "cut as suits each batch")
-    free = {"unit": "block", "even": False, "adaptive": True, "offload": True}
-    return _runners(setting, ("zb",), (rule,), **free)
+    return one_plan(setting).runners(setting, sample)
 
 
 STATIC: dict[str, Static] = {

@@ -43,6 +43,7 @@ class Variant:
         even: only Megatron's even layouts; else also what the planner finds for the sample.
         adaptive: recompute is chosen for every batch.
         offload: state and activations may be on the host.
+        saves: memory optimisation may be used at all.
     """
 
     schedule: str
@@ -51,6 +52,7 @@ class Variant:
     even: bool = True
     adaptive: bool = False
     offload: bool = False
+    saves: bool = True
 
 
 @dataclass(frozen=True)
@@ -88,6 +90,7 @@ class Runner:
         return setting.planner(
             schedule=v.schedule, unit=v.unit,
             offload_optimizer=v.offload, offload_activations=v.offload,
+            memory_optimisation=v.saves,
         )  # fmt: skip
 
     @property
