@@ -99,6 +99,10 @@ def parser() -> argparse.ArgumentParser:
         help="plans that a decision simulates; auto: as many as 30 %% of the iteration holds at the"
         " rate that a run begins with",
     )  # fmt: skip
+    p.add_argument(
+        "--search-every", type=int, default=1, metavar="N",
+        help="search for a plan every N iterations, and take the best known one in between: faster",
+    )  # fmt: skip
     p.add_argument("--programs", action="store_true",
                    help="decide by whole programs, as training does: exact memory")  # fmt: skip
     p.add_argument("--memory-budget-gb", type=float, help="of a device; default: the cluster's")
@@ -149,20 +153,25 @@ def _document_lengths(prefix: str) -> Any:
 
 def span_of(args: argparse.Namespace) -> Span:
     """What is simulated."""
-    if args.iterations < 1 or args.tuning_batches < 1 or args.jobs < 1:
-        raise ValueError("--iterations, --tuning-batches and --jobs must be at least 1")
+    for name in ("iterations", "tuning_batches", "jobs", "search_every"):
+        if getattr(args, name) < 1:
+            raise ValueError(f"--{name.replace('_', '-')} must be at least 1")
     given = args.simulations
     if given != "auto" and not given.isdecimal():
         raise ValueError(f"--simulations {given}: expected a number, or auto")
     count = None if given == "auto" else int(given)
-    return Span(source_of(args), args.iterations, args.tuning_batches, count, args.programs)
+    every = args.search_every
+    return Span(source_of(args), args.iterations, args.tuning_batches, count, args.programs, every)
 
 
 def header_of(work: Work) -> dict[str, Any]:
     """What the file of a configuration says that it is."""
     left_out = ("configurations", "list", "output", "jobs")
-    given = {k: v for k, v in sorted(vars(work.arguments).items()) if k not in left_out}
-    given |= {k: str(v) for k, v in given.items() if isinstance(v, Path)}
+    given = {
+        name: str(value) if isinstance(value, Path) else value
+        for name, value in sorted(vars(work.arguments).items())
+        if name not in left_out and value != parser().get_default(name)
+    }
     setting = setting_of(work.arguments)
     header = {
         "configuration": work.name,

@@ -57,6 +57,8 @@ class Span:
         simulations: of a decision; ``None``: as many as fit into 30 % of an iteration at the rate
             that a run assumes before it has measured any.
         programs: decisions look at the very programs, as in training; else at placements.
+        every: of so many iterations one is searched for; the others have a first answer, as in
+            training where the planner is late: the best of what was good before.
     """
 
     source: Source
@@ -64,6 +66,7 @@ class Span:
     tuning: int = 16
     simulations: int | None = None
     programs: bool = False
+    every: int = 1
 
     @property
     def sample(self) -> list[Lengths]:
@@ -236,6 +239,12 @@ class PlannedRun:
         if self._lookahead is None:
             batch = self._finder(number).pricers[0].batch
             return self._hbsa.decide(batch, self._running, float(max(lengths)))
+        if number % self._span.every:
+            finder = self._finder(number)
+            answer = self._lookahead.first(finder, self._running, self._pool, self._count())
+            if answer is not None:
+                decision, self._pool = answer
+                return decision
         window = range(number, number + self._planner.options.lookahead)
         finders = [self._finder(k) for k in window]
         decision, self._pool = self._lookahead.decide_among(

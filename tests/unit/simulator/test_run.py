@@ -99,6 +99,14 @@ def test_an_interrupted_run_goes_on_with_the_same_bytes(name: str, tmp_path: Pat
     }  # fmt: skip
 
 
+def test_between_searches_the_best_known_plans_are_taken() -> None:
+    span = Span(SPAN.source, 4, tuning=1, simulations=3, every=3)
+    records = run("flexpipe", span)
+    assert records[0]["simulations"] >= 50
+    assert all(r["simulations"] <= 3 for r in records[1:])
+    assert records == run("flexpipe", span)
+
+
 def test_another_simulations_file_stays(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     SimulationFile(path, {"seed": 1}).close()
