@@ -19,7 +19,7 @@ from megatron_flex.planner.lookahead import Lookahead
 from megatron_flex.planner.optimise import optimised
 from megatron_flex.planner.pace import LEAST, MOST, PART, START
 from megatron_flex.planner.plan import Plan, PlanError
-from megatron_flex.planner.planner import Planner
+from megatron_flex.planner.planner import DEFAULT_SIMULATIONS, Planner
 from megatron_flex.planner.plans import groups_of
 from megatron_flex.planner.pool import Pool, Record
 from megatron_flex.planner.pricing import Pricer
@@ -34,8 +34,6 @@ from megatron_flex.simulator.setting import Setting, place, prediction
 from megatron_flex.simulator.sources import Lengths, Source, extremes
 from megatron_flex.simulator.static import Tuned, tune
 
-FIRST = 50
-"""Simulations of the first decision of a run, which no iteration waits for."""
 EXTREMES = 4
 """Batches with the longest samples, and with most tokens, that a static plan must fit."""
 PAPER_MEMORY = 80e9
@@ -255,7 +253,7 @@ class PlannedRun:
     def _count(self) -> int:
         """Simulations of the decision."""
         if self._running is None:
-            return FIRST
+            return DEFAULT_SIMULATIONS  # no iteration waits for it
         if self._span.simulations is not None:
             return self._span.simulations
         return round(min(max(PART * self._running.seconds * START, LEAST), MOST))
