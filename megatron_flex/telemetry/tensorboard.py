@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
+import numpy as np
+
 from megatron_flex.telemetry.files import make_directory, said, try_file
 from megatron_flex.telemetry.interval import IntervalSummary
 from megatron_flex.telemetry.record import IterationRecord, ValidationRecord
@@ -19,6 +21,9 @@ from megatron_flex.telemetry.scalars import (
 from megatron_flex.telemetry.sink import TelemetryError
 
 FLAG = "--tensorboard-dir"
+HISTOGRAMS = frozenset({"lengths", "memory-by-worker"})
+"""Figures of every sample or worker that are shown by how they are distributed."""
+BINS = 24
 
 
 class TensorBoardSink:
@@ -63,11 +68,16 @@ class TensorBoardSink:
         self._plan = ""
 
     def iteration(self, record: IterationRecord) -> None:
-        """Points of an iteration, every ``--tensorboard-log-interval``; each new plan as text."""
+        """Points and histograms of an iteration, every ``--tensorboard-log-interval``.
+
+        Each new plan as text.
+        """
         if record.iteration % self._log_interval == 0:
             scalars = iteration_scalars(record, self._options)
             self._add(scalars, record.iteration, record.consumed_samples)
-
+            for name in HISTOGRAMS.intersection(record.lists):
+                values = np.asarray(record.lists[name])
+                self._file.add(self._summary.histogram(name, values, BINS), record.iteration)
         if record.plan != self._plan:
             self._plan = record.plan
             self._file.add(self._summary.text("plan", f"`{record.plan}`"), record.iteration)

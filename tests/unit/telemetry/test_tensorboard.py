@@ -14,12 +14,12 @@ from megatron_flex.telemetry.sink import TelemetryError
 from megatron_flex.telemetry.tensorboard import TensorBoardSink
 from tests.unit.telemetry.records import record, validation
 
+EVENTS = "tensorboard.backend.event_processing.event_accumulator"
 PLAIN = {"learning-rate", "batch-size", "lm loss", "loss-scale", "grad-norm"}
 
 
 def series(directory: Path) -> dict[str, list[tuple[int, float]]]:
-    name = "tensorboard.backend.event_processing.event_accumulator"
-    events: Any = importlib.import_module(name).EventAccumulator(str(directory))
+    events: Any = importlib.import_module(EVENTS).EventAccumulator(str(directory))
     events.Reload()
     return {
         tag: [(e.step, e.value) for e in events.Scalars(tag)] for tag in events.Tags()["scalars"]
@@ -45,6 +45,25 @@ def test_the_series_are_megatrons(tmp_path: Path) -> None:
     assert found["lm loss"] == [(2, 2.0), (4, 4.0)]
     assert found["lm loss vs samples"] == [(32, 2.0), (64, 4.0)]
     assert found["lm loss validation"] == [(4, 2.0)]
+
+
+def test_lengths_and_memory_are_histograms(tmp_path: Path) -> None:
+    lists = {"lengths": [10, 10, 500], "memory-by-worker": [7, 7], "length-quantiles": [1] * 7}
+    sink = TensorBoardSink(str(tmp_path), ScalarOptions(world_size=2), log_interval=2)
+    for k in range(1, 5):
+        sink.iteration(record(k, lists=lists))
+    sink.close()
+    sink = TensorBoardSink(str(tmp_path), ScalarOptions(world_size=2), start=(2, 32))
+    sink.close()  # a resumed run takes back iteration 4's
+    events: Any = importlib.import_module(EVENTS).EventAccumulator(str(tmp_path))
+    events.Reload()
+    assert set(events.Tags()["histograms"]) == {"lengths", "memory-by-worker"}
+    (lengths,), (memory,) = (events.Histograms(n) for n in ("lengths", "memory-by-worker"))
+    assert (lengths.step, memory.step) == (2, 2)
+    found = lengths.histogram_value
+    assert (found.min, found.max, found.num, found.sum) == (10, 500, 3, 520)
+    assert sum(found.bucket) == 3
+    assert memory.histogram_value.num == 2
 
 
 def test_optional_series_are_written_when_asked_for(tmp_path: Path) -> None:
@@ -119,8 +138,7 @@ def test_each_new_plan_is_a_text_and_its_stages_a_number(tmp_path: Path) -> None
         sink.iteration(record(k, plan=plan))
     sink.close()
     assert series(tmp_path)["stages"] == [(1, 1.0), (2, 1.0), (3, 2.0)]
-    name = "tensorboard.backend.event_processing.event_accumulator"
-    events: Any = importlib.import_module(name).EventAccumulator(str(tmp_path))
+    events: Any = importlib.import_module(EVENTS).EventAccumulator(str(tmp_path))
     events.Reload()
     texts = [
         (e.step, e.tensor_proto.string_val[0].decode()) for e in events.Tensors("plan/text_summary")
