@@ -26,7 +26,9 @@ struct LargePages {
     if (large) bytes = (bytes + kPage - 1) / kPage * kPage;
     void* found = large ? std::aligned_alloc(kPage, bytes) : std::malloc(bytes);
     if (!found) throw std::bad_alloc();
+#ifdef MADV_HUGEPAGE
     if (large) madvise(found, bytes, MADV_HUGEPAGE);  // where it cannot be, small pages do
+#endif
     return static_cast<T*>(found);
   }
   void deallocate(T* found, size_t) { std::free(found); }

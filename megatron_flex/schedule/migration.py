@@ -50,6 +50,7 @@ def migrate(
     A device to which a unit is only handed over after the update cannot compute it before; such
     units stay where they are.
     """
+    moving = frozenset(moved)
     before = slab_holders(switch.plan, layers)
     able = [set(holders) for holders in before]
     for slab, devices in switch.joiners.items():
@@ -60,11 +61,13 @@ def migrate(
     for start, stop in zip(cuts, ends, strict=True):
         old, new = _stage_of(switch.plan, start), _stage_of(switch.next_plan, start)
         slabs = {s for u in range(start, stop) for s in layers.units[u].slabs}
-        row = []
-        for micro_batch, device in enumerate(old_route[old]):
-            target = new_route[new][micro_batch]
-            can = micro_batch in moved and all(target in able[s] for s in slabs)
-            row.append(target if can else device)
+        can = set.intersection(*(able[s] for s in slabs))
+        row = [
+            target if micro_batch in moving and target in can else device
+            for micro_batch, (device, target) in enumerate(
+                zip(old_route[old], new_route[new], strict=True)
+            )
+        ]
         group = {*switch.plan.stages[old].group, *row}
         stages.append(Stage(start, stop, tuple(sorted(group))))
         table.append(tuple(row))
