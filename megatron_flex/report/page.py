@@ -26,7 +26,17 @@ from megatron_flex.report.figures import (
 )
 from megatron_flex.report.read import Record, RunData
 
-SCRIPTS = ("tools.js", "chart.js", "charts.js", "gantt.js", "tables.js", "page.js")
+SCRIPTS = (
+    "tools.js",
+    "chart.js",
+    "charts.js",
+    "plans.js",
+    "times.js",
+    "points.js",
+    "gantt.js",
+    "tables.js",
+    "page.js",
+)
 DIGITS = 5
 """Digits of a number on the page."""
 GANTTS = 60
