@@ -54,7 +54,9 @@ def parser() -> argparse.ArgumentParser:
     )
     group = result.add_argument_group("input data")
     group.add_argument(
-        "--input", required=True, help="JSONL or .parquet file, or pattern; .gz is unpacked"
+        "--input",
+        required=True,
+        help="JSONL, .json array or .parquet file, or pattern; .gz is unpacked",
     )
     group.add_argument(
         "--sample-format",

@@ -48,7 +48,9 @@ class ParsedLine:
 
 
 def read_lines(path: str) -> Iterator[RawLine]:
-    """The lines of a file; ``.gz`` is unpacked on the way, rows of ``.parquet`` become lines.
+    """The lines of a file; ``.gz`` is unpacked on the way.
+
+    Rows of ``.parquet`` become lines, and so do the items of a ``.json`` file that is one array.
 
     Raises:
         DataError: the file cannot be read, or is a damaged archive.
@@ -56,6 +58,12 @@ def read_lines(path: str) -> Iterator[RawLine]:
     if path.endswith(".parquet"):
         yield from _read_rows(path)
         return
+    try:
+        if path.endswith(".json") and _is_array(path):
+            yield from _read_items(path)
+            return
+    except (OSError, ValueError, RecursionError) as error:
+        raise DataError(f"--input {path}: cannot read it: {error}") from error
     try:
         with (
             Path(path).open("rb") as disk,
@@ -65,6 +73,19 @@ def read_lines(path: str) -> Iterator[RawLine]:
                 yield RawLine(path, number, content, disk.tell())
     except (OSError, EOFError) as error:
         raise DataError(f"--input {path}: cannot read it: {error}") from error
+
+
+def _is_array(path: str) -> bool:
+    with Path(path).open("rb") as stream:
+        return stream.read(64).removeprefix(_BOM).lstrip().startswith(b"[")
+
+
+def _read_items(path: str) -> Iterator[RawLine]:
+    content = Path(path).read_bytes()
+    items = json.loads(content.decode("utf-8-sig"))
+    for number, item in enumerate(items, start=1):
+        line = json.dumps(item, ensure_ascii=False).encode("utf-8", "surrogatepass")
+        yield RawLine(path, number, line, len(content) * number // len(items))
 
 
 def _read_rows(path: str) -> Iterator[RawLine]:

@@ -21,6 +21,8 @@ REWRITES = (
     " sample of its own"
 )
 _PROBE = "chat-template-probe"
+_ASKED = {"role": "user", "content": "a"}
+_ANSWERED = {"role": ASSISTANT, "content": _PROBE}
 
 
 @dataclass(frozen=True)
@@ -46,16 +48,22 @@ class Turns:
     def _look(self) -> tuple[str, int, str]:
         """How answers end: what follows their text, how many characters of it belong to no turn
         (blanks after an end token); and a sentence if answers begin with what nobody says."""
-        asked = {"role": "user", "content": "a"}
-        try:
-            before = self._template.render([asked]).text
-            prompt = self._template.render([asked], add_generation_prompt=True).text
-            whole = self._template.render([asked, {"role": ASSISTANT, "content": _PROBE}]).text
-        except TemplateError:
-            return "", 0, ""
+        for asked in ([_ASKED], [{"role": "system", "content": "a"}, _ASKED]):
+            try:
+                before = self._template.render(asked).text
+                prompt = self._template.render(asked, add_generation_prompt=True).text
+                whole = self._template.render([*asked, _ANSWERED]).text
+            except TemplateError:
+                continue
+            if _PROBE in whole:
+                break
+        else:
+            return (
+                "",
+                0,
+                "how the chat template ends answers is not clear: blanks after them may count",
+            )
         at = whole.rfind(_PROBE)
-        if at < 0:
-            return "", 0, ""
         tail = whole[at + len(_PROBE) :]
         end = tail.rstrip()
         head = whole[len(prompt) : at] if whole.startswith(prompt) else ""

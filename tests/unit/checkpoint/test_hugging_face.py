@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from argparse import Namespace
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -26,6 +27,8 @@ from megatron_flex.checkpoint.conversion.weights import Weights
 from megatron_flex.checkpoint.errors import CheckpointError
 from megatron_flex.checkpoint.load import read_common
 from megatron_flex.config.config import Config
+from megatron_flex.tokenizers.hugging_face import HuggingFaceTokenizer
+from megatron_flex.tokenizers.sentence_piece import SentencePieceTokenizer
 from tests.unit.checkpoint.hugging_face import (
     MODELS,
     assert_same_bits,
@@ -38,6 +41,8 @@ from tests.unit.checkpoint.hugging_face import (
     to_hf,
 )
 from tests.unit.model.support import make_batch
+from tools import train_tokenizer
+from tools.train_tokenizer import train
 
 LENGTHS = (40, 7, 1, 23)
 TOKENIZER = Path(__file__).resolve().parents[2] / "data/tokenizer_with_truncation/tokenizer.json"
@@ -354,6 +359,39 @@ def test_tokenizer_files_go_along_and_the_checkpoint_names_them(tmp_path: Path) 
     assert {"config.json", "tokenizer.json", "chat_template.jinja"} <= names
     assert "README.md" not in names
     assert transformers.AutoTokenizer.from_pretrained(back).vocab_size >= 320
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama 3", "qwen2"])
+def test_a_sentencepiece_model_is_exported_as_transformers_reads_it(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    texts = [path.read_text() for path in (Path(__file__), Path(train_tokenizer.__file__))]
+    model = tmp_path / "any name.model"
+    model.write_bytes(train(texts, 420, "bpe", ["<|im_start|>", "<|im_end|>"]))
+    make(name, vocab_size=420).save_pretrained(tmp_path / "there")
+    weights = read_hugging_face(tmp_path / "there", "GPT")
+    arguments = Namespace(
+        tokenizer_type="SentencePieceTokenizer", tokenizer_model=str(model), vocab_extra_ids=0
+    )
+    scratch = replace(weights, arguments=arguments, companions=None)
+    write_flex(tmp_path / "here", scratch)
+    assert to_hf(tmp_path / "here", tmp_path / "back") == 0
+    remark = "takes the tokenizer of any qwen2 for Qwen's own" in capsys.readouterr().out
+    assert remark is (name == "qwen2")
+    kind = transformers.PreTrainedTokenizerFast if remark else transformers.AutoTokenizer
+    theirs = kind.from_pretrained(tmp_path / "back")
+    ours = SentencePieceTokenizer(str(model))
+    for text in (*texts, "<|im_start|>user\n a  b\t1234 é\U0001f642<|im_end|>\n"):
+        assert theirs.encode(text) == ours.encode(text)
+    config = transformers.AutoConfig.from_pretrained(tmp_path / "back")
+    assert config.eos_token_id == theirs.eos_token_id == ours.eod
+    # Back again, it is read from tokenizer.json and has the same ids.
+    assert to_flex(tmp_path / "back", tmp_path / "again") == 0
+    found = read_common(tmp_path / "again")["arguments"]
+    assert found["tokenizer_type"] == "HuggingFaceTokenizer"
+    again = HuggingFaceTokenizer(found["tokenizer_model"])
+    assert again.encode(texts[0]) == ours.encode(texts[0])
+    assert again.eod == ours.eod
 
 
 def test_a_tokenizer_that_does_not_fit_is_said(

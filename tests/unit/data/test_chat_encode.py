@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import transformers
 from megatron_flex.data.chat_encode import CHAT, ChatEncoder, ChatOptions, owners, sequences
 from megatron_flex.data.encode import Document, EncodeOptions
 from megatron_flex.data.jsonl import RawLine
-from megatron_flex.data.turns import REWRITES
+from megatron_flex.data.turns import REWRITES, Turns
 from megatron_flex.tokenizers.base import TokenizerError
 from megatron_flex.tokenizers.chat_template import ChatTemplate, find_template
 from megatron_flex.tokenizers.hugging_face import HuggingFaceTokenizer
@@ -282,6 +283,18 @@ def test_what_cannot_be_used_says_why(
     found, notes = made.several(line(record))
     assert found is None
     assert notes[-1].startswith(note)
+
+
+def test_how_answers_end_is_found_where_a_system_message_must_come_first(plain: Path) -> None:
+    first = (
+        "{% if messages[0].role != 'system' %}{{ raise_exception('no system') }}{% endif %}"
+        + template("chatml")
+    )
+    made = encoder(plain, first)
+    (document,) = documents(made, {"messages": [{"role": "system", "content": "s"}, *HELLO[:2]]})
+    assert parts(plain, document)[1:] == ["hello<|im_end|>"]
+    never = ChatTemplate(replace(find_template(NullTokenizer(4), None, None), text="{{ 1 / 0 }}"))
+    assert "is not clear" in Turns(never).remark
 
 
 def test_chatml_has_no_tools(plain: Path) -> None:

@@ -149,6 +149,23 @@ def test_rows_of_parquet_are_lines(tokenizer: Path, tmp_path: Path) -> None:
     assert IndexedDocuments(f"{tmp_path}/out_text_document").num_documents == 2
 
 
+def test_items_of_a_json_array_are_lines(
+    tokenizer: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = tmp_path / "alpaca.json"
+    records = [{"instruction": "hi", "input": "", "output": "hello"}] * 3
+    source.write_text(json.dumps([*records, {"instruction": "\ud83d", "output": "a"}], indent=2))
+    assert run(tokenizer, source, tmp_path / "out") == 0
+    assert answers(tokenizer, tmp_path / "out") == ["hello<|eot_id|>"] * 3
+    assert f"invalid UTF-8: 1 (first in {source}, line 4)" in capsys.readouterr().out
+    source.write_text("".join(json.dumps(record) + "\n" for record in records))
+    assert run(tokenizer, source, tmp_path / "out") == 0
+    assert answers(tokenizer, tmp_path / "out") == ["hello<|eot_id|>"] * 3
+    source.write_text('[{"instruction": "hi"')
+    assert run(tokenizer, source, tmp_path / "out") == 1
+    assert "alpaca.json: cannot read it" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("records", "words", "message"),
     [
