@@ -37,16 +37,20 @@ SCRIPTS = (
     "tables.js",
     "page.js",
 )
+LEAST = 200
+"""Points of a run, at least."""
 DIGITS = 5
 """Digits of a number on the page."""
 GANTTS = 60
 """Iterations of a run that are drawn operation by operation, unless asked for more."""
 PATIENCE = 30.0
 """Seconds after which no further iterations are drawn that nobody asked for."""
+WEIGHT = 4_600_000
+"""Characters of a page's data, at most."""
 ROOM = 1_800_000
-"""Characters for them, of all runs."""
+"""Of these, what iterations that are drawn may take, of all runs."""
 SWITCHES = 2_000
-"""Switches that are listed, the last ones."""
+"""Switches that are listed of all runs, the last ones of each."""
 _WHOLE = {"tokens", "samples", "micro_batches", "slices", "sliced_samples", "simulations"}
 
 Progress = Callable[[Sequence[int]], Any]
@@ -66,13 +70,20 @@ def page(
         runs: one, or several side by side.
         wanted: iterations that are drawn operation by operation in any case.
         gantts: how many of each run are, at most, beside them.
-        longest: points of a run; of one with more iterations each is the mean of several.
+        longest: points of a run; of one with more iterations, or where several are too much for a
+            page, each is the mean of several.
         progress: goes through iterations, such as a bar.
     """
-    room = ROOM // len(runs)
-    found = [
-        _run(run, longest, progress, _gantts(run, wanted, gantts, room, progress)) for run in runs
-    ]
+    several = len(runs)
+    while True:
+        found = [_run(run, longest, several, progress) for run in runs]
+        weight = len(_json(found))
+        if weight <= WEIGHT or longest <= LEAST:
+            break
+        longest = max(LEAST, int(longest * WEIGHT / weight * 0.95))
+    room = min(ROOM, max(0, WEIGHT - weight)) // several
+    for run, seen in zip(runs, found, strict=True):
+        seen["gantts"] = _gantts(run, wanted, gantts, room, progress)
     data = {"parts": list(PARTS), "kinds": list(gantt.KINDS), "runs": found}
     title = ", ".join(run.name for run in runs)
     kinds = {str(run.last_run.get("kind", "training")) for run in runs}
@@ -80,20 +91,24 @@ def page(
     return _read("page.html").format(
         title=html.escape(f"{title}: {' and '.join(sorted(kinds))} {what}"),
         style=_read("page.css"),
-        data=json.dumps(data, separators=(",", ":"), ensure_ascii=False).replace("</", "<\\/"),
+        data=_json(data).replace("</", "<\\/"),
         script="\n".join(map(_read, SCRIPTS)),
     )
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, separators=(",", ":"), ensure_ascii=False)
 
 
 def _read(name: str) -> str:
     return resources.files("megatron_flex.report").joinpath(name).read_text(encoding="utf-8")
 
 
-def _run(run: RunData, longest: int, progress: Progress, gantts: dict[int, str]) -> dict[str, Any]:
-    """All that the page knows of a run."""
+def _run(run: RunData, longest: int, runs: int, progress: Progress) -> dict[str, Any]:
+    """All that the page knows of one of several runs, but for its drawn iterations."""
     found = columns(run, longest, progress)
     changes = switches(run)
-    starts, memory = worker_memory(run.iterations)
+    starts, memory = worker_memory(run.iterations, 4 * longest // runs)
     about = run.last_run
     number_of = {text: i for i, text in enumerate(found.plans)}
     losses = sorted(name for name in found.values if name.endswith("loss"))
@@ -123,7 +138,7 @@ def _run(run: RunData, longest: int, progress: Progress, gantts: dict[int, str])
                 "reason": conditions(s.reason),
                 "stall": _maybe(s.stall),
             }
-            for s in changes[-SWITCHES:]
+            for s in changes[-(min(SWITCHES, longest) // runs) :]
         ],
         "validation": [
             [v["iteration"], rounded(x)]
@@ -131,7 +146,6 @@ def _run(run: RunData, longest: int, progress: Progress, gantts: dict[int, str])
             if v["event"] == "validation" and (x := number(v.get("lm loss"))) is not None
         ],
         "memory": {"starts": [run.iterations[i]["iteration"] for i in starts], "workers": memory},
-        "gantts": gantts,
     }
 
 
