@@ -77,6 +77,15 @@ def test_memory_optimisation_lowers_the_peak_of_those_who_do_it(o_plan: OPlan) -
     assert after[1:] == before[1:]
 
 
+def test_two_states_from_the_host_are_worked_on_at_a_time() -> None:
+    footprint, plan = Footprint(CONFIG), Plan.parse(f"0:4@0 | 4:{UNITS}@1")
+    away = replace(plan, o_plan=OPlan(optimizer=(1, 2, 3, UNITS - 1)))
+    largest = sorted(footprint.window(slab) for slab in (1, 2, 3))[-2:]
+    assert footprint.windows(away, 0) == sum(largest) > 0.0
+    assert footprint.windows(away, 1) == footprint.window(UNITS - 1)
+    assert footprint.windows(plan, 0) == 0.0
+
+
 def test_what_joins_early_is_there_before_the_norm_and_later_where_the_next_plan_wants_it() -> None:
     plan, following = Plan.parse(f"0:5@0 | 5:{UNITS}@1"), Plan.parse(f"0:6@0 | 6:{UNITS}@1")
     footprint = Footprint(CONFIG)
