@@ -84,7 +84,7 @@ def test_masks_are_those_written_down_by_hand(
     made = encoder(plain, template(name))
     by_hand = tokenizers.Tokenizer.from_file(str(plain / "tokenizer.json"))
     draw = random.Random(7)
-    for _ in range(count(350, 10_000)):
+    for _ in range(count(350, 3000)):
         messages, tools = oracle.random_conversation(draw, calls=name == "qwen-2.5")
         (document,) = documents(made, {"messages": messages, "tools": tools})
         pieces = list(oracle.FORMATS[name](messages, tools))  # type: ignore[operator]
