@@ -165,7 +165,7 @@ def plot(found: dict[tuple[str, str], dict[str, float]], path: Path) -> None:
         axis.set_yscale("log")
         axis.set_xticks(range(len(SINGLE)), [MODELS[n] for n in SINGLE], size=8)
         servers, devices = FORMS[form]
-        axis.set_title(f"{servers} servers × {devices} devices", size=9)
+        axis.set_title(f"servers × devices: {servers} × {devices}", size=9)
         axis.grid(alpha=0.3, axis="y")
     axes[0].set_ylabel("seconds of a switch (dots: the paper)", size=8)
     axes[0].legend(fontsize=7)

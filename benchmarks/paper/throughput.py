@@ -125,14 +125,16 @@ def plot(found: Found, path: Path) -> None:
     from matplotlib import pyplot
 
     models = [m for m in MODELS if any(p.model == m for p in found)]
-    figure, grid = pyplot.subplots(
-        4, len(models), figsize=(3.1 * len(models), 9), squeeze=False, layout="constrained"
-    )
-    rows: tuple[tuple[str, str, Any], ...] = (
+    figures: tuple[tuple[str, str, Any], ...] = (
         ("figure 8", "maximum length", lambda p: p.samples == SAMPLES and p.longest),
         ("figure 9", "samples a batch", lambda p: p.longest == LONGEST and p.samples),
     )
-    for number, (title, label, at) in enumerate(rows):
+    shown = [f for f in figures if len({f[2](p) for p in found if not p.share} - {False}) > 1]
+    figure, grid = pyplot.subplots(
+        2 * len(shown), len(models), figsize=(3.1 * len(models), 4.5 * len(shown)), squeeze=False,
+        layout="constrained",
+    )  # fmt: skip
+    for number, (title, label, at) in enumerate(shown):
         for column, name in enumerate(models):
             own = [p for p in found if p.model == name and not p.share and at(p)]
             own.sort(key=at)

@@ -51,6 +51,24 @@ def test_it_is_the_best_of_all_cuts(
     assert _score(found, seconds, stages, replicas) == pytest.approx(best, rel=1e-9)
 
 
+def test_it_is_the_best_where_few_and_many_runs_are_about_as_good() -> None:
+    draw = np.random.default_rng(11)
+    for _ in range(150):
+        lengths = draw.integers(100, 1000, 7).tolist()
+        seconds = StageTime(float(draw.uniform(50, 800)), 1.0, 0.0)
+        stages, replicas = int(draw.integers(2, 6)), int(draw.integers(1, 4))
+        found = micro_batches(lengths, seconds, stages=stages, replicas=replicas)
+        best = _best(lengths, seconds, stages, replicas, math.inf)
+        assert _score(found, seconds, stages, replicas) == pytest.approx(best, rel=1e-9)
+
+
+def test_runs_are_no_longer_than_memory_allows() -> None:
+    seconds = StageTime(1e6, 1.0, 0.0)  # one run would be best
+    found = micro_batches([100] * 8, seconds, stages=1, replicas=1, most_tokens=300)
+    assert all(p.tokens <= 300 for p in found)
+    assert len(found) == 3
+
+
 def test_a_grid_of_bounds_loses_little(monkeypatch: pytest.MonkeyPatch) -> None:
     draw = np.random.default_rng(7)
     lengths = draw.lognormal(5.5, 0.9, 60).astype(int).clip(1).tolist()
