@@ -57,11 +57,12 @@ def test_a_file_that_was_replaced_is_read_anew(tmp_path: Path) -> None:
     tail.update()
     assert (tail.switches, len(tail.recent)) == (2, 3)
     for number in (1, 5):  # a shorter file and a longer one
-        write_log(tmp_path / "new", [iteration(k) for k in range(1, number + 1)])
+        objects = [iteration(k, **{"lm loss": float(number)}) for k in range(1, number + 1)]
+        write_log(tmp_path / "new", objects)
         os.replace(tmp_path / "new", log)
         assert tail.update()
         assert tail.switches == 0
-        assert [r["iteration"] for r in tail.recent] == list(range(1, number + 1))
+        assert tail.recent == objects
 
 
 def test_the_tool_prints_once_where_nobody_watches(
