@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
@@ -259,8 +259,8 @@ class Planner:
             _in_turn(
                 [(plan, min(way, ways[-1])) for plan, way in pool.entries],
                 [(Plan(c.plan.stages), c.micro_batching) for c in self._promising(finder, fits)],
+                self._even_entries(finder, running),
             ),
-            self._even_entries(finder, running),
         )
         result = search(
             lambda entry, stop: stay if stay and entry == own else tried(entry, stop),
@@ -389,10 +389,17 @@ class Planner:
         return sorted(found[:some], key=nearer) + found[some:]
 
     def _even_entries(self, finder: Finder, running: Running | None) -> Iterator[Entry]:
-        """Even plans, each cut as suits it best; priced when it comes to it."""
+        """Even plans, each cut as suits it best by the closed form, then finest, then otherwise.
+
+        Priced when it comes to it.
+        """
         found = [finder.best_of(plan, running, "static") for plan in self.even_plans]
-        for c in sorted(found, key=lambda c: _rank(c, None, c.seconds)):
+        found.sort(key=lambda c: _rank(c, None, c.seconds))
+        for c in found:
             yield Plan(c.plan.stages), c.micro_batching
+        for way in reversed(range(len(finder.pricers))):
+            for c in found:
+                yield Plan(c.plan.stages), way
 
     def _verified(
         self, finder: Finder, ranked: Sequence[Trial[Simulated]]
@@ -599,7 +606,7 @@ def _rank(
     return rounded, away, candidate.moved, len(candidate.plan.stages), str(candidate.plan)
 
 
-def _in_turn(*rows: Sequence[Entry]) -> Iterator[Entry]:
+def _in_turn(*rows: Iterable[Entry]) -> Iterator[Entry]:
     """One of each row in turn, until all are at their end."""
     for some in itertools.zip_longest(*rows):
         yield from (entry for entry in some if entry is not None)

@@ -113,16 +113,20 @@ class Trials:
         plan, way = entry
         batch = self._finder.pricers[way].batch
         bare = self._costs.placed(plan)
-        # The layout alone first: hardly any that is too slow is faster with memory optimisation.
+        # The layout alone first: what is too slow is not faster with memory optimisation, unless it
+        # has too little memory to have enough in flight.
         fixed = static_bytes(self._costs, bare, batch)
         room = min(self._costs.budget - fixed[d] for d in bare.devices) >= 0
         found = simulated(self._costs, bare, batch, stop=stop, fixed=fixed) if room else None
-        if found is None and room:
-            return None
-        change = self._finder.switch(self._running, plan)
         price = self._finder.pricers[way].price(plan)
         if not price.fits:
             return None
+        slow = found is None and room
+        if slow and (
+            price.missing <= 0 or simulated(self._costs, price.plan, batch, stop=stop) is None
+        ):
+            return None
+        change = self._finder.switch(self._running, plan)
         candidate = self._fitted(Candidate(price, way, change, "pool"))
         if not self._runs(candidate):
             return None
