@@ -28,7 +28,7 @@ from megatron_flex.planner.simulation import Prediction
 from megatron_flex.planner.switching import Running
 from megatron_flex.planner.ways import batch_of, ways
 from megatron_flex.simulator.changes import stall_seconds
-from megatron_flex.simulator.presets import PLANNED, STATIC, Planned, Static, open_cut
+from megatron_flex.simulator.presets import PLANNED, STATIC, Planned, Static, one_plan, open_cut
 from megatron_flex.simulator.records import record_of
 from megatron_flex.simulator.setting import Setting, place, prediction
 from megatron_flex.simulator.sources import Lengths, Source, extremes
@@ -189,10 +189,9 @@ class PlannedRun:
 
     def _static(self, progress: Callable[[], object]) -> Plan:
         """The plan that windows end with."""
-        if self._preset.tuned and self._preset.sliced:
-            return Plan(
-                tuned(self._setting, self._span, STATIC["static-slices"], progress).plan.stages
-            )
+        if self._preset.tuned:
+            preset = one_plan(self._setting, self._preset)
+            return Plan(tuned(self._setting, self._span, preset, progress).plan.stages)
         window = [self._ways(k) for k in range(self._planner.options.lookahead)]
         return self._planner.best_static(window)
 
