@@ -293,7 +293,8 @@ class Planner:
         )
         if stay is not None and own is not None:
             tried.seconds[own] = stay.detail.seconds
-        return replace(decision, simulations=result.simulations), pool.after(tried.seconds)
+        after = pool.after(tried.seconds, tried.given_up)
+        return replace(decision, simulations=result.simulations), after
 
     def choose(
         self,

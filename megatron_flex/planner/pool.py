@@ -75,11 +75,15 @@ class Pool:
         known = (w for other, w in self.entries if other == layout)
         return layout, min(next(known, way), ways - 1)
 
-    def after(self, seconds: Mapping[Entry, float]) -> Pool:
+    def after(
+        self, seconds: Mapping[Entry, float], given_up: Mapping[Entry, float] | None = None
+    ) -> Pool:
         """The pool after a batch.
 
         Args:
-            seconds: of the iteration, of every entry tried; of those given up, at least so many.
+            seconds: of the iteration, of every entry that was simulated to its end.
+            given_up: at least so many, of the others that were tried; infinite where one does not
+                fit. Nothing of them is better than was known.
         """
         best = min(seconds.values(), default=math.inf)
         if not 0.0 < best < math.inf:
@@ -93,6 +97,12 @@ class Pool:
                 mean = loss if known is None else known.loss + WEIGHT * (loss - known.loss)
                 records[entry] = Record(mean, number)
             elif known is not None:
+                mean = known.loss + WEIGHT * (loss - known.loss)
+                records[entry] = Record(mean, known.useful)
+        for entry, least in (given_up or {}).items():
+            known = records.get(entry)
+            if known is not None and entry not in seconds:
+                loss = max(known.loss, min(least / best - 1.0, WORST))
                 mean = known.loss + WEIGHT * (loss - known.loss)
                 records[entry] = Record(mean, known.useful)
         kept = sorted(records, key=lambda e: (-records[e].useful, records[e].loss, _name(e)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -100,13 +101,15 @@ class Trials:
         self._fitted = fitted
         self._runs = runs
         self._beyond = beyond
-        #: Of every entry, seconds of its iteration, or at least so many.
+        #: Of every entry that was simulated to its end, seconds of its iteration.
         self.seconds: dict[Entry, float] = {}
+        #: Of the others, at least so many; infinite where one does not fit.
+        self.given_up: dict[Entry, float] = {}
 
     def __call__(self, entry: Entry, stop: float) -> Trial[Simulated] | None:
         """See :func:`megatron_flex.planner.anytime.search`."""
         stop -= self._beyond.least(entry[0])
-        self.seconds[entry] = stop
+        self.given_up[entry] = stop
         return self._simulated(entry, stop)
 
     def _simulated(self, entry: Entry, stop: float) -> Trial[Simulated] | None:
@@ -120,6 +123,7 @@ class Trials:
         found = simulated(self._costs, bare, batch, stop=stop, fixed=fixed) if room else None
         price = self._finder.pricers[way].price(plan)
         if not price.fits:
+            self.given_up[entry] = math.inf
             return None
         slow = found is None and room
         if slow and (
@@ -129,6 +133,7 @@ class Trials:
         change = self._finder.switch(self._running, plan)
         candidate = self._fitted(Candidate(price, way, change, "pool"))
         if not self._runs(candidate):
+            self.given_up[entry] = math.inf
             return None
         if found is None or candidate.plan.o_plan != bare.o_plan:
             found = simulated(self._costs, candidate.plan, batch, stop=stop)
@@ -140,6 +145,7 @@ class Trials:
         swap = max((p.swap_seconds for p in candidate.price.parts), default=0.0)
         seconds += swap
         self.seconds[entry] = seconds
+        del self.given_up[entry]
         if not self._beyond.allows(candidate, seconds):
             return None
         score = seconds + self._beyond.of(candidate)

@@ -91,7 +91,7 @@ def page(
     return _read("page.html").format(
         title=html.escape(f"{title}: {' and '.join(sorted(kinds))} {what}"),
         style=_read("page.css"),
-        data=_json(data).replace("</", "<\\/"),
+        data=_json(data).replace("<", "\\u003c"),  # nothing of a script's end or a comment
         script="\n".join(map(_read, SCRIPTS)),
     )
 

@@ -16,7 +16,7 @@ from megatron_flex.planner.build import Batch
 from megatron_flex.planner.moves import Layout, neighbours
 from megatron_flex.planner.plan import Plan
 from megatron_flex.planner.planner import Planner
-from megatron_flex.planner.pool import SIZE, USEFUL, Pool
+from megatron_flex.planner.pool import SIZE, USEFUL, WORST, Pool
 from megatron_flex.planner.simulation import predict
 from tests.unit.planner.instances_real import drawn_batch, small_model, small_planner
 from tests.unit.planner.test_simulation import any_plan
@@ -140,6 +140,34 @@ def test_the_pool_is_bounded_and_keeps_what_was_useful_lately(seed: int) -> None
         kept = [last[e] for e in pools[0].records]
         assert max(dropped, default=0) <= min(kept)
         last = {e: n for e, n in last.items() if e in pools[0].records}
+
+
+def test_what_was_given_up_is_no_better_than_was_known() -> None:
+    good, bad, slow = (numbered(n) for n in range(3))
+    pool = Pool.empty().after({good: 1.0, bad: 1.005})
+    found = pool.after({good: 1.0}, {bad: 1.0, slow: 1.0})
+    assert set(found.records) == {good, bad}
+    assert found.records[bad] == pool.records[bad]
+    assert found.records[good].useful == 2
+    unfit = pool.after({good: 1.0}, {bad: math.inf})
+    assert unfit.records[bad].loss == pytest.approx(0.8 * 0.005 + 0.2 * WORST)
+    assert unfit.records[bad].useful == 1
+
+
+def test_nothing_that_was_given_up_begins_the_next_decision() -> None:
+    planner = small_planner(4, schedule="zb", simulations=12)
+    pool = Pool.empty()
+    for ways in the_batches(1, 3):
+        finder = planner.finder(ways)
+        _, pool = planner.decide_with(pool, ways, None)
+        own = {
+            (plan, way): predict(planner.units, plan, finder.pricers[way].batch)
+            for (plan, way), record in pool.records.items()
+            if record.useful == pool.batches
+        }
+        seconds = [p.seconds for p in own.values() if p is not None]
+        assert len(seconds) == len(own)
+        assert max(seconds) <= min(seconds) * (1 + 2 * USEFUL)
 
 
 def the_batches(seed: int, number: int) -> list[list[Batch]]:
