@@ -128,7 +128,12 @@ class Turns:
         end = len(after)
         if self._gap and after.endswith(self._tail):
             end -= self._gap
-        return [(len(before), end)] if end > len(before) else []
+        if after[len(before) : end].strip() in ("", self.end):
+            raise Unusable(
+                "the chat template prints nothing of an answer but its end (it is empty, or all of"
+                " it is tool calls that the template does not know)"
+            )
+        return [(len(before), end)]
 
 
 class _Prefixes:

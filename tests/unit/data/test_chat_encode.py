@@ -274,6 +274,11 @@ def test_an_end_token_that_only_the_last_answer_has_is_learnt_for_each(plain: Pa
         ("{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
          "{% if add_generation_prompt %}<answer>{% endif %}", {"messages": HELLO},
          "the chat template's generation prompt is not how it begins the answer"),
+        ("{% for m in messages %}<{{ m.role }}>{{ m.content }}<e>{% endfor %}"
+         "{% if add_generation_prompt %}<assistant>{% endif %}",
+         {"messages": [HELLO[0], {"role": "assistant", "content": "", "tool_calls": [
+             {"type": "function", "function": {"name": "f", "arguments": {}}}]}]},
+         "the chat template prints nothing of an answer but its end"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_used_says_why(
