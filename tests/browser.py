@@ -38,6 +38,13 @@ def chromium() -> str | None:
     return next((path for name in NAMES if (path := shutil.which(name))), None)
 
 
+def readable(descriptor: int, seconds: float) -> bool:
+    """Whether there is something to read in time; ``select`` has no descriptors above 1,023."""
+    poll = select.poll()
+    poll.register(descriptor, select.POLLIN)
+    return bool(poll.poll(1000.0 * seconds))
+
+
 class BrowserError(RuntimeError):
     """The browser or the page does not do what it was asked for."""
 
@@ -120,7 +127,7 @@ class Browser:
         """The next message of the browser."""
         while b"\0" not in self._buffer:
             left = deadline - time.monotonic()
-            if left <= 0 or not select.select([self._read], [], [], left)[0]:
+            if left <= 0 or not readable(self._read, left):
                 raise BrowserError(f"{waiting}: no answer in {TIMEOUT:.0f} s")
             data = os.read(self._read, 1 << 20)
             if not data:

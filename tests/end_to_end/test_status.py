@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import os
 import pty
-import select
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+from tests.browser import readable
 from tests.end_to_end.processes import ROOT
 from tests.unit.report.records import ONE, iteration, run_object, write_log
 
@@ -20,7 +20,7 @@ def seen(terminal: int, words: str, timeout: float = 60.0) -> bool:
     """Read what is drawn until it has some words."""
     text, deadline = "", time.monotonic() + timeout
     while words not in text and time.monotonic() < deadline:
-        if select.select([terminal], [], [], 0.2)[0]:
+        if readable(terminal, 0.2):
             text += os.read(terminal, 65536).decode(errors="replace")
     return words in text
 
