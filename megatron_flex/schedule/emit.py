@@ -133,7 +133,7 @@ def emit(
         switch.next_plan.check(layers.num_units, world_size)
     reduces = () if problem.forward_only else reductions(placement, layers, switch)
     anew = {} if switch is None else switch.cuts(layers)
-    gathers = {r.slab: r.group for r in reduces if r.scattered} | _gathered(anew)
+    gathers = {r.slab: r.group for r in reduces if r.scattered} | gathered(anew)
     lists = _write(placement, layers, tokens, world_size, switch, reduces, anew, gathers)
     if switch is None:
         return Program(plan, tokens, problem.route, lists, chains=problem.chains)
@@ -231,11 +231,11 @@ def switch_only(
 ) -> tuple[tuple[Instruction, ...], ...]:
     """Lists for a switch between two iterations, while nothing computes."""
     anew = switch.cuts(layers)
-    gathers = _gathered(anew)
+    gathers = gathered(anew)
     return tuple(
         (
-            *_state_messages(device, switch.moves),
-            *_recuts(device, switch, anew),
+            *state_messages(device, switch.moves),
+            *recuts(device, switch, anew),
             *(Drop(slab) for slab, devices in enumerate(switch.drops) if device in devices),
             *(GatherParameters(s, group) for s, group in gathers.items() if device in group),
         )
@@ -243,12 +243,12 @@ def switch_only(
     )
 
 
-def _gathered(anew: dict[int, Cut]) -> dict[int, tuple[int, ...]]:
+def gathered(anew: dict[int, Cut]) -> dict[int, tuple[int, ...]]:
     """Slabs that are sharded when they have been cut anew, and their holders then."""
     return {slab: tuple(cut.after) for slab, cut in anew.items() if cut.sharded}
 
 
-def _recuts(device: int, switch: Transition, anew: dict[int, Cut]) -> list[Instruction]:
+def recuts(device: int, switch: Transition, anew: dict[int, Cut]) -> list[Instruction]:
     """What a device does at first for the slabs that are cut anew."""
     out: list[Instruction] = [
         Recut(slab, *cut.after[device]) for slab, cut in anew.items() if device in cut.changed
@@ -261,7 +261,8 @@ def _recuts(device: int, switch: Transition, anew: dict[int, Cut]) -> list[Instr
     return out
 
 
-def _state_messages(device: int, moves: Iterable[Move]) -> list[Instruction]:
+def state_messages(device: int, moves: Iterable[Move]) -> list[Instruction]:
+    """What a device sends and receives of whole slabs."""
     out: list[Instruction] = []
     for move in moves:
         if move.source == device:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from megatron_flex.model.layers import LayerList
-from megatron_flex.schedule.emit import Reduction, reductions
+from megatron_flex.schedule.emit import (
+    Reduction,
+    gathered,
+    recuts,
+    reductions,
+    state_messages,
+)
 from megatron_flex.schedule.instructions import (
     Backward,
     BackwardInput,
@@ -16,23 +20,17 @@ from megatron_flex.schedule.instructions import (
     GlobalNorm,
     Instruction,
     Program,
-    Recut,
     RecvActivation,
     RecvGradient,
-    RecvPiece,
-    RecvState,
     ReduceGradient,
     ScatterGradient,
     SendActivation,
     SendGradient,
-    SendPiece,
-    SendState,
     SquaredNorm,
     UpdateOrSkip,
 )
 from megatron_flex.schedule.operations import OpKind
 from megatron_flex.schedule.placement import Placement
-from megatron_flex.schedule.shards import Cut
 from megatron_flex.schedule.transition import Move, Transition
 
 
@@ -57,12 +55,12 @@ def emit(
     reduces = () if problem.forward_only else reductions(placement, layers, switch)
     moves = () if switch is None else switch.moves
     anew = {} if switch is None else switch.cuts(layers)
-    gathers = {r.slab: r.group for r in reduces if r.scattered} | _gathered(anew)
+    gathers = {r.slab: r.group for r in reduces if r.scattered} | gathered(anew)
     lists: list[tuple[Instruction, ...]] = []
     for device in range(world_size):
-        out: list[Instruction] = _state_messages(device, (m for m in moves if m.early))
+        out: list[Instruction] = state_messages(device, (m for m in moves if m.early))
         if switch is not None:
-            out += _recuts(device, switch, anew)
+            out += recuts(device, switch, anew)
         _compute(out, placement, device, tokens, senders, messages, reduces)
         own = [r for r in reduces if device in r.group]
         out.extend(SquaredNorm(r.slab) for r in own if r.scattered or r.group[0] == device)
@@ -90,34 +88,6 @@ def _instruction(r: Reduction) -> ReduceGradient:
     return (ScatterGradient if r.scattered else ReduceGradient)(r.slab, r.group)
 
 
-def _gathered(anew: dict[int, Cut]) -> dict[int, tuple[int, ...]]:
-    """Slabs that are sharded when they have been cut anew, and their holders then."""
-    return {slab: tuple(cut.after) for slab, cut in anew.items() if cut.sharded}
-
-
-def _recuts(device: int, switch: Transition, anew: dict[int, Cut]) -> list[Instruction]:
-    """What a device does at first for the slabs that are cut anew."""
-    out: list[Instruction] = [
-        Recut(slab, *cut.after[device]) for slab, cut in anew.items() if device in cut.changed
-    ]
-    for p in switch.pieces:
-        if p.source == device:
-            out.append(SendPiece(p.slab, p.target, p.start, p.stop))
-        elif p.target == device:
-            out.append(RecvPiece(p.slab, p.source, p.start, p.stop))
-    return out
-
-
-def _state_messages(device: int, moves: Iterable[Move]) -> list[Instruction]:
-    out: list[Instruction] = []
-    for move in moves:
-        if move.source == device:
-            out.append(SendState(move.slab, move.target))
-        elif move.target == device:
-            out.append(RecvState(move.slab, move.source))
-    return out
-
-
 def _updates(
     out: list[Instruction],
     device: int,
@@ -140,7 +110,7 @@ def _updates(
             out.append(GatherParameters(slab, gathers[slab]))
     # What comes may need the memory of what goes.
     out.extend(Drop(slab) for slab in dropped if slab not in sent)
-    out.extend(_state_messages(device, late))
+    out.extend(state_messages(device, late))
     out.extend(Drop(slab) for slab in dropped if slab in sent)
 
 
