@@ -290,6 +290,7 @@ class Service:
         self._hbsa = Hbsa(self.planner)
         self._lookahead = Lookahead(self.planner, self._static, self._hbsa)
         self._finders: dict[tuple[int, ...], Finder] = {}
+        self._ran: tuple[Question | None, Running | None] = None, None
 
     @property
     def memory_factor(self) -> float:
@@ -426,9 +427,11 @@ class Service:
     def _running(self, question: Question) -> Running | None:
         if question.running is None:
             return None
-        plan = Plan.parse(question.running)
-        batch = batch_of(self._setup.cut, question.running_lengths, plan.cut)
-        return self.planner.running(plan, batch)
+        if self._ran[0] is not question:  # a first answer and the whole one begin with it
+            plan = Plan.parse(question.running)
+            batch = batch_of(self._setup.cut, question.running_lengths, plan.cut)
+            self._ran = question, self.planner.running(plan, batch)
+        return self._ran[1]
 
     def _window(self, window: Sequence[tuple[int, ...]]) -> list[Finder]:
         """Finders of coming batches; those of the window before it are still known."""
