@@ -145,7 +145,7 @@ def test_a_tight_budget_is_never_exceeded(
 
 
 def test_split_backwards_fill_a_budget_and_keep_to_it(workers: WorkerPool, data: str) -> None:
-    argv = flags(data, "--train-iters", "20", budget="0.00055")
+    argv = flags(data, "--train-iters", "20", "--flexpipe-simulations", "50", budget="0.00055")
     run = runs.run(workers, 3, argv)
     filled = []
     for record, plan in zip(run.history.iterations, plans_of(run), strict=True):
