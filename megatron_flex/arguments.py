@@ -21,6 +21,7 @@ from megatron_flex.config.refused import BY_FLAG, VALUES
 from megatron_flex.config.validate import problems
 from megatron_flex.model.config import ModelConfig
 from megatron_flex.model.layers import Kind
+from megatron_flex.model.tensor_cut import check
 from megatron_flex.planner.plan import Plan, PlanError
 from megatron_flex.planner.static import REFERENCE_LENGTH, recomputed, static_plan
 from megatron_flex.runtime.words import say_once
@@ -123,7 +124,7 @@ def plan_of(config: Config, model: ModelConfig, *, length: float | None = None) 
     if config.flexpipe.flexpipe_plan is not None:
         try:
             plan = Plan.parse(config.flexpipe.flexpipe_plan)
-            plan.check(model.layers.num_units, config.world_size)
+            plan.check(model.layers.num_units, config.devices)
         except PlanError as error:
             raise PlanError(f"--flexpipe-plan: {error}") from None
         return _optimised(config, plan, model)
@@ -131,7 +132,7 @@ def plan_of(config: Config, model: ModelConfig, *, length: float | None = None) 
     plan = static_plan(
         model,
         p.pipeline_model_parallel_size,
-        config.world_size,
+        config.devices,
         first_layers=p.decoder_first_pipeline_num_layers,
         last_layers=p.decoder_last_pipeline_num_layers,
         layout=p.pipeline_model_parallel_layout,
@@ -282,7 +283,11 @@ def _build(
     wrong = problems(config)
     if not wrong:
         try:
-            plan_of(config, config.model_config(_nominal_vocabulary(config)))
+            model = config.model_config(_nominal_vocabulary(config))
+            t = config.tokenizer
+            known = t.vocab_size is not None or t.padded_vocab_size is not None
+            check(model, config.parallel.tensor_model_parallel_size, vocabulary=known)
+            plan_of(config, model)
         except (PlanError, ValueError) as error:
             wrong = [str(error)]
     if wrong:

@@ -122,6 +122,11 @@ class Config:
         )
 
     @property
+    def devices(self) -> int:
+        """Devices of a plan: groups of workers that share each layer."""
+        return self.world_size // self.parallel.tensor_model_parallel_size
+
+    @property
     def schedule(self) -> str:
         """Name of the schedule of plans that name none."""
         f, p = self.flexpipe, self.parallel

@@ -153,7 +153,8 @@ def _derive_batches(v: dict[str, Any], world_size: int, problems: list[str]) -> 
         if size is None or v.get("flexpipe_plan"):
             problems.append("give --global-batch-size, the number of samples in a batch")
             size = size or 1
-        degree = max(1, world_size // v.get("pipeline_model_parallel_size", 1))
+        stages = v.get("pipeline_model_parallel_size", 1)
+        degree = max(1, world_size // (stages * v.get("tensor_model_parallel_size", 1)))
         v["global_batch_size"] = size * degree
     iterations, samples = v.get("train_iters"), v.get("train_samples")
     if (iterations is None) == (samples is None):

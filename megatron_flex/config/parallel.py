@@ -1,4 +1,4 @@
-"""Flags of pipeline and data parallelism."""
+"""Flags of tensor, pipeline and data parallelism."""
 
 from __future__ import annotations
 
@@ -13,8 +13,13 @@ from megatron_flex.schedule.pipeline_layout import rows_of
 class ParallelOptions:
     """How the model is laid out on the workers, when --flexpipe-plan does not say it in full."""
 
-    tensor_model_parallel_size: Literal[1] = 1
-    """Workers that share each layer."""
+    tensor_model_parallel_size: int = option(1, at_least=1)
+    """Workers that share each layer: neighbours on one server, which are one device of a plan. The
+    number of workers must be a multiple of it."""
+
+    sequence_parallel: bool = False
+    """Divide the tokens among these workers wherever layers are not divided, which needs less
+    memory."""
 
     pipeline_model_parallel_size: int = option(1, at_least=1)
     """Number of pipeline stages. The number of workers must be a multiple of it. Layers are cut by

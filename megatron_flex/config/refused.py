@@ -30,8 +30,8 @@ FLAGS: tuple[Refusal, ...] = (
     # Memory.
     _refuse(
         "distribute-saved-activations",
-        "it divides them over tensor-parallel workers, of which there is one",
-        "remove it",
+        "it divides the inputs of recomputed layers over tensor-parallel workers",
+        "use --sequence-parallel, which divides them too",
     ),
     _refuse(
         "checkpoint-activations",
@@ -56,9 +56,9 @@ FLAGS: tuple[Refusal, ...] = (
     ),
     # Parallelism of other kinds.
     _refuse(
-        "sequence-parallel tp-comm-overlap tp-comm-overlap-cfg",
-        "it belongs to tensor parallelism, which is fixed at 1",
-        "use --pipeline-model-parallel-size or --flexpipe-plan",
+        "tp-comm-overlap tp-comm-overlap-cfg",
+        "it needs Transformer Engine modules, which are not used",
+        "remove it",
     ),
     _refuse(
         "overlap-p2p-communication-warmup-flush microbatch-group-size-per-virtual-pipeline-stage",
@@ -301,10 +301,6 @@ FLAGS: tuple[Refusal, ...] = (
 )
 
 VALUES: dict[str, dict[str, str]] = {
-    "--tensor-model-parallel-size": {
-        "": "tensor parallelism is fixed at 1 in this version; use more pipeline stages"
-        " (--pipeline-model-parallel-size) or replicas",
-    },
     "--transformer-impl": {
         "transformer_engine": "Transformer Engine's modules are not used in this version; use"
         " local",

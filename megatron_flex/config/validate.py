@@ -334,8 +334,25 @@ VIRTUAL = ("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipe
 """Flags by which each worker holds several stages in turn."""
 
 
+def _tensor(config: Config) -> Problems:
+    """Workers that share each layer."""
+    size, world = config.parallel.tensor_model_parallel_size, config.world_size
+    needs = "--tensor-model-parallel-size of at least 2"
+    yield from _without(config, needs, size > 1, ("sequence_parallel",))
+    if size > 1:
+        yield (
+            f"--tensor-model-parallel-size {size}: workers cannot share layers in this version; use"
+            " more pipeline stages (--pipeline-model-parallel-size) or replicas"
+        )
+    elif world % size:
+        yield (
+            f"{world} workers are no multiple of --tensor-model-parallel-size {size}: change one of"
+            " them"
+        )
+
+
 def _parallel(config: Config) -> Problems:
-    p, world = config.parallel, config.world_size
+    p, devices = config.parallel, config.devices
     layout = (
         "pipeline_model_parallel_size",
         "pipeline_model_parallel_layout",
@@ -349,9 +366,11 @@ def _parallel(config: Config) -> Problems:
         for name in (*layout, *(("flexpipe_plan",) if f.flexpipe_plans is not None else ())):
             if name in config.given:
                 yield f"{flag_of(name)} has no effect with {whole}: remove one of them"
-    elif world % p.pipeline_model_parallel_size:
+    elif devices % p.pipeline_model_parallel_size:
+        size = p.tensor_model_parallel_size
+        groups = f"{devices} groups of {size} workers" if size > 1 else f"{devices} workers"
         yield (
-            f"{world} workers are no multiple of --pipeline-model-parallel-size"
+            f"{groups} are no multiple of --pipeline-model-parallel-size"
             f" {p.pipeline_model_parallel_size}: change one of them, or give stages of different"
             " sizes with --flexpipe-plan"
         )
@@ -554,6 +573,7 @@ _CHECKS: tuple[Callable[[Config], Problems], ...] = (
     _checkpoint,
     _logging,
     _evaluation,
+    _tensor,
     _parallel,
     _recompute,
     _slices,

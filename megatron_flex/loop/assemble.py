@@ -22,6 +22,7 @@ from megatron_flex.data.paths import Split, read_data_args, read_per_split_data_
 from megatron_flex.data.samples import Overlong
 from megatron_flex.data.sources import DataConfig, DataSets
 from megatron_flex.model.config import ModelConfig
+from megatron_flex.model.tensor_cut import check
 from megatron_flex.planner.plan import Plan, PlanError
 from megatron_flex.runtime.machine import machine_name
 from megatron_flex.tokenizers.base import Tokenizer, TokenizerError
@@ -59,6 +60,7 @@ def assemble(config: Config) -> Parts:
     )
     try:
         model = config.model_config(tokenizer.vocab_size)
+        check(model, config.parallel.tensor_model_parallel_size)
     except ValueError as error:  # --padded-vocab-size, for this tokenizer
         raise TokenizerError(str(error)) from error
     _check_profile(config, model)

@@ -30,7 +30,7 @@ def open_plans(
     if path is None:
         _check_cut(config, parts.plan)
         return ScriptedPlans([Choice(parts.plan)])
-    choices = read_plans(path, model.layers, config.world_size)
+    choices = read_plans(path, model.layers, config.devices)
     for choice in choices:
         _check_cut(config, choice.plan)
     if config.parallel.use_distributed_optimizer:

@@ -101,7 +101,8 @@ def read_run(
     words = _completed(rest)
     if args.workers is not None and args.workers < 1:
         raise SystemExit("--workers must be at least 1")
-    size = args.workers or _value(words, "--pipeline-model-parallel-size", 1)
+    stages = _value(words, "--pipeline-model-parallel-size", 1)
+    size = args.workers or stages * _value(words, "--tensor-model-parallel-size", 1)
     try:
         config = parse(
             words, architecture=args.architecture, world_size=size, saved_values=_saved_values

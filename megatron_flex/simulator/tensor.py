@@ -15,6 +15,7 @@ from megatron_flex.cluster.cluster import Cluster
 from megatron_flex.cluster.profile import KindProfile, Line, Profile, shape_of
 from megatron_flex.model.config import ModelConfig
 from megatron_flex.model.layers import Kind
+from megatron_flex.model.tensor_cut import part_of
 from megatron_flex.planner.planner import Planner
 from megatron_flex.simulator.context import logical
 from megatron_flex.simulator.setting import Setting
@@ -28,18 +29,6 @@ def divides(config: ModelConfig, degree: int) -> bool:
     """Whether so many devices can share the layers of a model."""
     parts = (config.num_attention_heads, config.num_query_groups, config.ffn_hidden_size)
     return not any(part % degree for part in parts)
-
-
-def part_of(config: ModelConfig, degree: int) -> ModelConfig:
-    """What one of ``degree`` devices holds, as a model."""
-    return replace(
-        config,
-        num_attention_heads=config.num_attention_heads // degree,
-        num_query_groups=config.num_query_groups // degree,
-        ffn_hidden_size=config.ffn_hidden_size // degree,
-        vocab_size=-(-config.vocab_size // degree),
-        padded_vocab_size=-(-config.padded_vocab_size // degree),
-    )
 
 
 def profile_of(config: ModelConfig, profile: Profile, cluster: Cluster, degree: int) -> Profile:

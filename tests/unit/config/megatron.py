@@ -133,6 +133,7 @@ DEFAULTS: dict[str, Any] = {
     "--use-pytorch-profiler": False,
     "--profile-ranks": (0,),
     "--tensor-model-parallel-size": 1,
+    "--sequence-parallel": False,
     "--pipeline-model-parallel-size": 1,
     "--pipeline-model-parallel-layout": None,
     "--num-layers-per-virtual-pipeline-stage": None,

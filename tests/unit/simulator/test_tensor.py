@@ -7,13 +7,14 @@ import pytest
 from megatron_flex.cluster.cluster import load
 from megatron_flex.data.cut import Cut
 from megatron_flex.model.layers import Kind
+from megatron_flex.model.tensor_cut import part_of
 from megatron_flex.planner.closed_form import closed_form_profile
 from megatron_flex.planner.memory import total_parameters
 from megatron_flex.planner.presets import model
 from megatron_flex.simulator.batching import ByCut
 from megatron_flex.simulator.setting import Setting
 from megatron_flex.simulator.static import Runner, Variant
-from megatron_flex.simulator.tensor import TensorRunner, divides, part_of, profile_of
+from megatron_flex.simulator.tensor import TensorRunner, divides, profile_of
 
 CONFIG, CLUSTER = model("gpt-3.35b"), load("a100x16")
 SETTING = Setting(CONFIG, CLUSTER, closed_form_profile(CONFIG, CLUSTER))
