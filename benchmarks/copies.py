@@ -45,10 +45,14 @@ _memcpy.restype = None
 
 
 def interleaved(arms: dict[str, Arm], repeats: int) -> dict[str, float]:
-    """Median seconds of each arm; the arms take turns, so that all see the same machine."""
+    """Median seconds of each arm.
+
+    The arms take turns, so that all see the same machine, there and back, so that none always comes
+    after the same other.
+    """
     times: dict[str, list[float]] = {name: [] for name in arms}
     for repeat in range(repeats + 1):
-        for name, arm in arms.items():
+        for name, arm in list(arms.items())[:: -1 if repeat % 2 else 1]:
             start = time.perf_counter()
             arm()
             if repeat:  # the first round warms caches and threads

@@ -13,11 +13,7 @@ namespace {
 
 void copy_chunk(const Chunks& chunks, int64_t i, char* target, const char* source) {
   const int64_t at = chunks.begin(i), bytes = chunks.size(i);
-  if (streams(chunks.bytes)) {
-    stream_copy(target + at, source + at, bytes);
-  } else {
-    std::memcpy(target + at, source + at, static_cast<size_t>(bytes));
-  }
+  copy_by(way_of(chunks.bytes), target + at, source + at, bytes);
 }
 
 int64_t now_ns() {

@@ -15,8 +15,9 @@ constexpr int64_t kGrain = 256 << 10;
 }  // namespace
 
 void copy_range(const Segments& all, const int64_t* first_byte, int64_t begin, int64_t end,
-                bool stream) {
-  StreamCopy past;
+                Way way) {
+  StreamCopy past(way);
+  const bool stream = way != Way::kMemcpy;
   for (int64_t s = find_segment(first_byte, all.count, begin); begin < end; ++s) {
     const int64_t offset = begin - first_byte[s];
     const int64_t bytes = std::min(all.sizes[s] - offset, end - begin);
@@ -39,9 +40,9 @@ void copy_segments(const Segments& all, int threads) {
   std::vector<int64_t> first_byte(static_cast<size_t>(all.count) + 1, 0);
   for (int64_t i = 0; i < all.count; ++i) first_byte[i + 1] = first_byte[i] + all.sizes[i];
   const int64_t total = first_byte[all.count];
-  const bool stream = streams(total);
+  const Way way = way_of(total);
   parallel_for(total, kGrain, threads, [&](int64_t begin, int64_t end) {
-    copy_range(all, first_byte.data(), begin, end, stream);
+    copy_range(all, first_byte.data(), begin, end, way);
   });
 }
 

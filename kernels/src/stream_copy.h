@@ -18,10 +18,17 @@ constexpr int64_t kLine = 64, kPage = 4096;
 // read that a plain store makes of its target is then a third of all traffic.
 constexpr int64_t kStreamBytes = 4 << 20;
 
-// Whether `total` bytes are copied past the caches: from kStreamBytes on, unless
-// MEGATRON_FLEX_COPY=memcpy in the environment, or this processor does it badly. That is measured
-// by the first call with so many bytes, in about 10 ms; MEGATRON_FLEX_COPY=stream forgoes it.
-bool streams(int64_t total);
+// How much is copied at once.
+enum class Way {
+  kMemcpy,   // plainly, through the caches
+  kPages,    // past the caches, page by page
+  kAbreast,  // past the caches, four pages side by side
+};
+
+// How `total` bytes are copied: plainly up to kStreamBytes, from there on by the way that does best
+// on this processor. The first call with so many bytes measures them, in about 15 ms;
+// MEGATRON_FLEX_COPY=memcpy, pages or abreast in the environment forgoes it.
+Way way_of(int64_t total);
 
 // `bytes`, a multiple of 16, to a target at a 16-byte boundary, past the caches. The processor
 // joins the stores of one cache line.
@@ -55,19 +62,23 @@ MFLEX_INLINE int64_t flip_of(const char* target, const char* source) {
 }
 
 // Copies past the caches, several of them one after the other. Bytes are in place only after
-// finish(): whole pages are collected, also from several copies. Lines of eight pages are fetched
-// in turn, then copied page by page: a processor follows one stream of reads in each page, and
-// eight keep more reads in flight than one, while stores in turn to several pages, whose addresses
-// are alike in their low bits, hold up the loads of some processors (a quarter of memcpy's speed).
+// finish(): whole pages are collected, also from several copies, and a processor follows one stream
+// of reads in each page, so that several keep more reads in flight than one. By pages, lines of
+// eight pages are fetched in turn, then copied page by page; abreast, lines of four pages are
+// copied in turn. The latter is the faster one on Intel processors; on AMD's, stores in turn to
+// several pages, whose addresses are alike in their low bits, hold up the loads (a quarter of
+// memcpy's speed).
 class StreamCopy {
  public:
+  // `way`: pages or abreast.
+  explicit StreamCopy(Way way) : abreast_(way == Way::kAbreast) {}
   // As memcpy(target, source, bytes).
   void add(char* target, const char* source, int64_t bytes);
   // Copies what is left and orders all bytes before whatever this thread stores next.
   void finish();
 
  private:
-  static constexpr int kPages = 8;
+  static constexpr int kPages = 8, kAbreast = 4;
   struct Group {
     char* targets[kPages];
     const char* sources[kPages];
@@ -76,12 +87,17 @@ class StreamCopy {
   // Copies `now_`, fetches the lines of `next_` meanwhile, if there are any, and goes on to them.
   template <bool ahead>
   void advance();
+  template <bool ahead>
+  void advance_by_pages();
+  template <bool ahead>
+  void advance_abreast();
 
+  const bool abreast_;
   Group now_, next_;
 };
 
-// One copy past the caches, its bytes in place for whoever sees this thread's later stores.
-void stream_copy(char* target, const char* source, int64_t bytes);
+// One copy, its bytes in place for whoever sees this thread's later stores.
+void copy_by(Way way, char* target, const char* source, int64_t bytes);
 
 // Orders the streamed lines of this thread before whatever it stores next.
 void stream_fence();

@@ -31,11 +31,7 @@ MFLEX_API uint64_t mflex_twin_save(const char* source, char* target, int64_t byt
     const int64_t at = chunks.begin(i), size = chunks.size(i);
     __atomic_exchange_n(&flags[i], uint64_t{0}, __ATOMIC_ACQ_REL);
     // What is kept for recovery is not read again soon: it must not push work out of the caches.
-    if (mflex::streams(mflex::kStreamBytes)) {
-      mflex::stream_copy(target + at, source + at, size);
-    } else {
-      std::memcpy(target + at, source + at, static_cast<size_t>(size));
-    }
+    mflex::copy_by(mflex::way_of(mflex::kStreamBytes), target + at, source + at, size);
     hash = mflex::xxh64(source + at, static_cast<uint64_t>(size), hash);
     __atomic_store_n(&flags[i], version, __ATOMIC_RELEASE);
   }

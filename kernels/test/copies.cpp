@@ -65,7 +65,7 @@ void test_streams(Random& random) {
   for (char& byte : target) byte = static_cast<char>(random.next());
   expected = target;
   std::vector<std::vector<char>> sources;
-  mflex::StreamCopy stream;
+  mflex::StreamCopy stream(random.between(0, 1) ? mflex::Way::kPages : mflex::Way::kAbreast);
   int64_t end = 0;
   for (int64_t copies = random.between(0, 8); copies > 0; --copies) {
     const int64_t size = random.between(0, random.between(0, 2) == 0 ? 300 : 30000);

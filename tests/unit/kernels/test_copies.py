@@ -125,8 +125,8 @@ assert torch.equal(wide, narrow.float())
 """
 
 
-@pytest.mark.parametrize("way", ["stream", "memcpy"])
-def test_either_way_of_copying_much_moves_every_byte_and_no_other(way: str) -> None:
+@pytest.mark.parametrize("way", ["pages", "abreast", "memcpy"])
+def test_each_way_of_copying_much_moves_every_byte_and_no_other(way: str) -> None:
     environment = {**os.environ, "MEGATRON_FLEX_COPY": way}
     command = [sys.executable, "-c", BOTH_WAYS]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
