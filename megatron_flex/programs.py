@@ -14,6 +14,7 @@ from megatron_flex.planner.closed_form import closed_form_profile
 from megatron_flex.planner.maker import Maker
 from megatron_flex.planner.options import PlannerOptions
 from megatron_flex.planner.plan import Plan
+from megatron_flex.planner.tensor import ALONE, TensorParallel
 from megatron_flex.schedule.instructions import Program
 from megatron_flex.schedule.transition import Transition
 
@@ -22,7 +23,7 @@ from megatron_flex.schedule.transition import Transition
 def described_maker(config: ModelConfig, world_size: int, options: PlannerOptions) -> Maker:
     """A maker of programs by the closed form of costs, for CPU workers on one server."""
     cluster = replace(load("cpu"), servers=1, devices_per_server=world_size)
-    profile = closed_form_profile(config, cluster)
+    profile = closed_form_profile(config, cluster, options.tensor)
     devices = tuple(range(world_size))
     units = replace(options, unit="block")
     return Maker(ModelCosts(config, profile, cluster, units, devices))
@@ -38,6 +39,7 @@ def build_program(
     forward_only: bool = False,
     switch: Transition | None = None,
     moved: Collection[int] | None = (),
+    tensor: TensorParallel = ALONE,
 ) -> Program:
     """The instruction lists of one iteration for all devices.
 
@@ -47,10 +49,14 @@ def build_program(
         switch: leads to the next iteration's plan.
         moved: micro-batches that run by the next plan already (live migration); ``None`` moves
             some where the simulated iteration gains from it.
+        tensor: how the workers of a device share layers.
 
     Raises ``ValueError`` if the policy is unknown or the plan does not fit the model and the world.
     """
-    maker = described_maker(config, world_size, PlannerOptions(schedule=policy))
+    options = PlannerOptions(
+        schedule=policy, tensor_size=tensor.size, sequence_parallel=tensor.sequence
+    )
+    maker = described_maker(config, world_size, options)
     batch = Batch.of(micro_batches)
     if switch is None or forward_only:
         return maker.keep(plan, batch, forward_only=forward_only).program

@@ -28,7 +28,7 @@ from megatron_flex.loop.checkpointing import (
 from megatron_flex.loop.divergence import DivergedError, Divergence
 from megatron_flex.loop.evaluation import evaluate
 from megatron_flex.loop.host_copies import HostCopies, forget_host_copies
-from megatron_flex.loop.iteration import Iterations, cost_coefficients
+from megatron_flex.loop.iteration import Iterations, cost_coefficients, tensor_of
 from megatron_flex.loop.measures import (
     MemoryMeasure,
     StallMeter,
@@ -109,7 +109,9 @@ def pretrain(config: Config) -> None:
                 check_attention(parts.model, world.device)
                 if not config.flexpipe.flexpipe:  # the planner judges batch by batch
                     longest, memory = config.data.max_sample_length, memory_of_worker(world.device)
-                    check_memory(parts.model, parts.plan, parts.train, longest, memory)
+                    check_memory(
+                        parts.model, parts.plan, parts.train, longest, memory, tensor_of(config)
+                    )
             except ValueError as error:
                 raise SystemExit(str(error)) from error
             trainer = Trainer(config, world, parts, completion)

@@ -34,7 +34,7 @@ ROOT = Path(__file__).resolve().parent.parent
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
-from megatron_flex.cluster.cluster import ClusterError, load
+from megatron_flex.cluster.cluster import Cluster, ClusterError, load
 from megatron_flex.cluster.profile import Profile, ProfileError
 from megatron_flex.data.bar import SHORT, progress_bar, shown
 from megatron_flex.data.cut import Cut
@@ -44,9 +44,10 @@ from megatron_flex.data.mock import mixture_lengths
 from megatron_flex.loop.questions import ABOUT, Run, read_run
 from megatron_flex.loop.setup import planner_setup
 from megatron_flex.model.config import ModelConfig
+from megatron_flex.model.tensor_cut import check
 from megatron_flex.planner.budget import SECONDS, budget_advice, smallest_budget
 from megatron_flex.planner.build import Batch
-from megatron_flex.planner.closed_form import closed_form_profile
+from megatron_flex.planner.closed_form import closed_form_profile, with_shared_layers
 from megatron_flex.planner.decision import Decision, Infeasible
 from megatron_flex.planner.explain import explain
 from megatron_flex.planner.flops import model_work, total_work
@@ -59,6 +60,7 @@ from megatron_flex.planner.pool import Pool
 from megatron_flex.planner.presets import MODELS, model
 from megatron_flex.planner.service import Service
 from megatron_flex.planner.switching import Running
+from megatron_flex.planner.tensor import TensorParallel
 from megatron_flex.planner.ways import ways
 from megatron_flex.schedule.list_scheduler import POLICIES
 from megatron_flex.tokenizers.base import TokenizerError
@@ -85,6 +87,12 @@ def parser(beside_a_run: bool = False) -> argparse.ArgumentParser:
         help="a described cluster (a100, h200, cpu, with xN for its first N devices), or a file",
     )  # fmt: skip
     p.add_argument("--profile", type=Path, help="a profile measured by tools/profile_layers.py")
+    p.add_argument(
+        "--tensor-model-parallel-size", type=int, default=1,
+        help="devices of a server that share each layer, and are one device of a plan",
+    )  # fmt: skip
+    p.add_argument("--sequence-parallel", action="store_true",
+                   help="they share what lies between the products, too")  # fmt: skip
     batches = p.add_mutually_exclusive_group(required=True)
     batches.add_argument("--lengths", type=int, nargs="+", help="tokens of the batch's samples")
     batches.add_argument("--batch-file", type=Path, help="one batch a line, lengths in tokens")
@@ -170,6 +178,12 @@ def cut_batch(lengths: Sequence[int], among: Sequence[Cut], devices: int) -> lis
     return list({batch.key: batch for batch in found}.values())
 
 
+def described(cluster: Cluster, config: ModelConfig, tensor: TensorParallel) -> Cluster:
+    """The cluster whose devices are those of plans; raises ``ValueError`` naming the flag."""
+    check(config, tensor.size, vocabulary=False)
+    return cluster.grouped(tensor.size)
+
+
 def options(args: argparse.Namespace) -> PlannerOptions:
     """The planner's options from flags."""
     budget = None if args.memory_budget_gb is None else round(args.memory_budget_gb * 1e9)
@@ -185,6 +199,8 @@ def options(args: argparse.Namespace) -> PlannerOptions:
         shard_optimizer=args.shard_optimizer,
         budget=budget,
         simulations=args.simulations,
+        tensor_size=args.tensor_model_parallel_size,
+        sequence_parallel=args.sequence_parallel,
     )
 
 
@@ -262,8 +278,8 @@ def of_a_run(run: Run, number: int) -> tuple[Planner, list[list[Batch]]]:
     """The planner of a training command with --flexpipe, and the first batches."""
     if number < 1:
         raise ValueError("--batches must be at least 1")
-    setup = planner_setup(run.config, run.parts, run.config.world_size, run.coefficients)
-    size = run.config.world_size
+    size = run.config.devices
+    setup = planner_setup(run.config, run.parts, size, run.coefficients)
     return Service(setup).planner, [ways(setup.cut, n, size) for n in run.lengths(number)]
 
 
@@ -298,13 +314,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"plan: {error}", file=sys.stderr)
         return 1
     try:
-        config, cluster = model(args.model), load(args.cluster)
-        profile = (
-            Profile.load(args.profile) if args.profile else closed_form_profile(config, cluster)
-        )
+        config, chosen = model(args.model), options(args)
+        cluster = described(load(args.cluster), config, chosen.tensor)
+        profile = closed_form_profile(config, cluster, chosen.tensor)
+        if args.profile:
+            measured = Profile.load(args.profile)
+            profile = with_shared_layers(config, measured, cluster, chosen.tensor)
         if (doubt := profile.doubt(None)) is not None:
             print(f"plan: warning: {doubt}", file=sys.stderr)
-        planner = Planner(config, profile, cluster, options(args))
+        planner = Planner(config, profile, cluster, chosen)
         among = cuts(args, config)
         batches = [cut_batch(b, among, cluster.world_size) for b in read_batches(args)]
         current = Plan.parse(args.current) if args.current else None
@@ -326,7 +344,7 @@ def answer(args: argparse.Namespace, run: Run) -> int:
     planner, batches = of_a_run(run, args.batches)
     current = Plan.parse(args.current) if args.current else None
     if current is not None:
-        current.check(run.parts.model.layers.num_units, run.config.world_size)
+        current.check(run.parts.model.layers.num_units, run.config.devices)
     try:
         found = decisions(planner, batches, current, run.parts.plan)
     except (Infeasible, PlanError) as error:

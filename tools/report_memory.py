@@ -37,9 +37,11 @@ from megatron_flex.data.global_batch import GlobalBatch
 from megatron_flex.data.microbatch import MicroBatch
 from megatron_flex.data.microbatches import CostCoefficients, cut_by_tokens
 from megatron_flex.data.mock import mixture_lengths
+from megatron_flex.loop.iteration import tensor_of
 from megatron_flex.loop.questions import ABOUT, heaviest, read_run
 from megatron_flex.model.config import ModelConfig
 from megatron_flex.model.layers import Kind
+from megatron_flex.model.tensor_cut import check
 from megatron_flex.planner.flops import model_work, total_work
 from megatron_flex.planner.footprint import Footprint
 from megatron_flex.planner.memory import total_parameters
@@ -47,6 +49,7 @@ from megatron_flex.planner.passes import passes
 from megatron_flex.planner.plan import OPlan, Plan, PlanError
 from megatron_flex.planner.presets import MODELS, model
 from megatron_flex.planner.static import static_plan
+from megatron_flex.planner.tensor import TensorParallel
 from megatron_flex.programs import build_program
 from megatron_flex.tokenizers.base import TokenizerError
 
@@ -99,6 +102,14 @@ def _without_a_run(p: argparse.ArgumentParser) -> None:
     p.add_argument("--micro-batch-tokens", type=int, default=1024, help="as in training")
     p.add_argument("--schedule", choices=["1f1b", "gpipe"], default="1f1b", help="as in training")
     p.add_argument("--bitwise", action="store_true", help="with --flexpipe-bitwise")
+    p.add_argument(
+        "--tensor-model-parallel-size",
+        type=int,
+        default=1,
+        help="GPUs that share each layer and are one device; bytes are of each",
+    )
+    p.add_argument("--sequence-parallel", action="store_true",
+                   help="they share what lies between the products, too")  # fmt: skip
 
 
 def micro_batches(args: argparse.Namespace, config: ModelConfig) -> tuple[MicroBatch, ...]:
@@ -163,10 +174,11 @@ def report(
     *,
     bitwise: bool,
     schedule: str,
+    tensor: TensorParallel,
 ) -> list[Row]:
     """The devices that hold a stage."""
-    footprint = Footprint(config, exact=bitwise)
-    program = build_program(config, plan, parts, devices, policy=schedule)
+    footprint = Footprint(config, exact=bitwise, tensor=tensor)
+    program = build_program(config, plan, parts, devices, policy=schedule, tensor=tensor)
     sliced = [p.sliced for p in parts]
     rows = []
     for device in plan.devices:
@@ -177,15 +189,15 @@ def report(
     return rows
 
 
-def table_of_units(config: ModelConfig) -> list[str]:
+def table_of_units(config: ModelConfig, tensor: TensorParallel) -> list[str]:
     """What one unit of each kind takes."""
-    footprint = Footprint(config)
+    footprint = Footprint(config, tensor=tensor)
     lines = [
         f"{'unit':12}{'state (MB)':>12}{'optimizer (MB)':>16}{'kept (kB/token)':>17}"
         f"{'recomputed':>12}{'backward':>10}"
     ]
     for unit in config.layers.units[:3] + config.layers.units[-1:]:
-        p = passes(config)[unit.kind]
+        p = passes(config, tensor)[unit.kind]
         state = footprint.slab(unit.index)
         optimizer = state - footprint.slab(unit.index, offloaded=True)
         boundary = 0.0 if unit.kind is Kind.EMBEDDING else footprint.boundary
@@ -229,8 +241,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             parts = micro_batches(args, config)
             devices, listed = plans(args, config)
             bitwise, schedule = args.bitwise, args.schedule
+            tensor = TensorParallel(args.tensor_model_parallel_size, args.sequence_parallel)
+            check(config, tensor.size, vocabulary=False)
         else:
-            name, config, devices = "this run", run.parts.model, run.config.world_size
+            name, config, devices = "this run", run.parts.model, run.config.devices
+            tensor = tensor_of(run.config)
             lengths = heaviest(run.lengths(max(1, args.batches)))
             parts = run.micro_batches(lengths)
             plan = Plan.parse(args.plan) if args.plan else run.parts.plan
@@ -239,7 +254,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             bitwise = run.config.flexpipe.flexpipe_bitwise
             schedule = run.config.flexpipe.flexpipe_schedule or "1f1b"
         found = {
-            key: report(config, p, devices, parts, bitwise=bitwise, schedule=schedule)
+            key: report(
+                config, p, devices, parts, bitwise=bitwise, schedule=schedule, tensor=tensor
+            )
             for key, p in listed.items()
         }
     except (DataError, PlanError, TokenizerError, ValueError, OSError) as error:
@@ -259,7 +276,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("\n".join(line.removeprefix(" ") for line in run.lines()))
     print(f"{name}: {total_parameters(config):,} parameters in {config.params_dtype};"
           f" {len(parts)} micro-batches of {min(tokens)} to {max(tokens)} tokens")  # fmt: skip
-    print("\n".join(table_of_units(config)))
+    if tensor.size > 1:
+        print(f"{tensor}: a device is {tensor.size} GPUs, and bytes are those of each")
+    print("\n".join(table_of_units(config, tensor)))
     for key, rows in found.items():
         print(f"\n{key}: {listed[key]}")
         print("\n".join(table_of_devices(rows, budget)))

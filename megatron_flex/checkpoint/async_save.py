@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_flex.checkpoint.errors import CheckpointError
+from megatron_flex.checkpoint.parts import Value, local_of, with_local
 from megatron_flex.checkpoint.ranks import DEFAULT_TIMEOUT, Ranks
 from megatron_flex.checkpoint.retention import KEEP_ALL, Retention
 from megatron_flex.checkpoint.save import save
@@ -42,7 +43,7 @@ class AsyncSaver:
         self._directory = Path(directory)
         self._ranks = Ranks(group, timeout)
         self._retention = retention
-        self._buffers: dict[str, torch.Tensor] = {}
+        self._buffers: dict[str, Value] = {}
         self._job: _Job | None = None
 
     @property
@@ -62,7 +63,7 @@ class AsyncSaver:
     def start(
         self,
         iteration: int,
-        tensors: Mapping[str, torch.Tensor],
+        tensors: Mapping[str, Value],
         common: Mapping[str, Any],
         *,
         rotate: bool = True,
@@ -117,16 +118,20 @@ class AsyncSaver:
         self.wait()
         self._buffers.clear()
 
-    def _copy(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        buffers = {}
-        for name, tensor in tensors.items():
-            buffer = self._buffers.get(name)
+    def _copy(self, tensors: Mapping[str, Value]) -> None:
+        buffers: dict[str, Value] = {}
+        devices = set()
+        for name, value in tensors.items():
+            tensor, known = local_of(value), self._buffers.get(name)
+            buffer = None if known is None else local_of(known)
             if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
                 pinned = tensor.device.type == "cuda"
                 buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pinned)
-            buffers[name] = buffer.copy_(tensor.detach(), non_blocking=True)
-        for device in {t.device for t in tensors.values() if t.device.type == "cuda"}:
-            torch.cuda.synchronize(device)
+            buffers[name] = with_local(value, buffer.copy_(tensor.detach(), non_blocking=True))
+            devices.add(tensor.device)
+        for device in devices:
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
         self._buffers = buffers
 
 
@@ -137,7 +142,7 @@ class _Job(threading.Thread):
         self,
         directory: Path,
         iteration: int,
-        tensors: dict[str, torch.Tensor],
+        tensors: dict[str, Value],
         common: dict[str, Any],
         ranks: Ranks,
         retention: Retention,

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping
+from typing import TypeVar
 
 import torch
+
+T = TypeVar("T")
 
 
 class LazyTensors(Mapping[str, torch.Tensor]):
@@ -27,6 +30,6 @@ class LazyTensors(Mapping[str, torch.Tensor]):
         return len(self.forms)
 
 
-def forms_of(tensors: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+def forms_of(tensors: Mapping[str, T]) -> Mapping[str, T | torch.Tensor]:
     """Tensors that have the shapes and types of ``tensors``, without reading any."""
     return tensors.forms if isinstance(tensors, LazyTensors) else tensors

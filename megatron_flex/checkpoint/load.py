@@ -12,7 +12,14 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
 from megatron_flex.checkpoint.errors import CheckpointError, quiet, unwrap
@@ -25,12 +32,14 @@ from megatron_flex.checkpoint.manifest import (
     TensorEntry,
     dtype_of,
     share_of,
-    tensor_entry,
+    values_digest,
     verify_files,
 )
+from megatron_flex.checkpoint.parts import Part, Value, local_of
 from megatron_flex.checkpoint.ranks import DEFAULT_TIMEOUT, Ranks
 from megatron_flex.checkpoint.vocabulary import PADDED
 from megatron_flex.model.config import completed
+from megatron_flex.model.tensor_cut import Piece
 
 NOT_STRUCTURAL = frozenset(
     {"hidden_dropout", "attention_dropout", "init_method_std", "seed", "params_dtype", PADDED}
@@ -40,7 +49,7 @@ NOT_STRUCTURAL = frozenset(
 
 def load(
     directory: Path | str,
-    tensors: Mapping[str, torch.Tensor],
+    tensors: Mapping[str, Value],
     *,
     iteration: int | None = None,
     group: dist.ProcessGroup | None,
@@ -49,7 +58,8 @@ def load(
 ) -> dict[str, Any]:
     """Fill ``tensors`` from the checkpoint of ``iteration`` (default: the tracker's).
 
-    Each rank gives the tensors it wants, by name; several may want the same. Shapes must be the
+    Each rank gives the tensors it wants, by name; several may want the same. Of some it may want a
+    part; how they were cut when they were saved plays no role. Shapes must be the
     saved ones, but for rows that pad the vocabulary, which keep their values; a floating-point
     dtype may differ, values are cast then. ``model``, when given,
     must agree with the saved ``common["model"]``. All files are compared with their checksums
@@ -155,7 +165,7 @@ def _word(value: Any, missing: object) -> str:
     return "absent" if value is missing else json.dumps(value)
 
 
-def check_tensors(manifest: Manifest, tensors: Mapping[str, torch.Tensor]) -> None:
+def check_tensors(manifest: Manifest, tensors: Mapping[str, Value]) -> None:
     """Raise :class:`CheckpointError` unless the checkpoint can fill all of ``tensors``."""
     missing = sorted(name for name in tensors if name not in manifest.tensors)
     if missing:
@@ -166,12 +176,12 @@ def check_tensors(manifest: Manifest, tensors: Mapping[str, torch.Tensor]) -> No
             f"the checkpoint has no {missing[0]}"
             f"{f' and {len(missing) - 1} more wanted tensors' if missing[1:] else ''}{advice}"
         )
-    for name, tensor in tensors.items():
-        entry = manifest.tensors[name]
-        if entry.shape != tuple(tensor.shape) and not _repadded(entry, tensor):
+    for name, value in tensors.items():
+        entry, tensor, shape = manifest.tensors[name], local_of(value), tuple(value.shape)
+        if entry.shape != shape and not _repadded(entry, shape):
             raise CheckpointError(
-                f"{name} has shape {list(entry.shape)} in the checkpoint and"
-                f" {list(tensor.shape)} in this run"
+                f"{name} has shape {list(entry.shape)} in the checkpoint and {list(shape)} in this"
+                " run"
             )
         saved = dtype_of(entry)
         if saved != tensor.dtype and not (saved.is_floating_point and tensor.is_floating_point()):
@@ -180,41 +190,88 @@ def check_tensors(manifest: Manifest, tensors: Mapping[str, torch.Tensor]) -> No
             )
 
 
-def _repadded(entry: TensorEntry, tensor: torch.Tensor) -> bool:
-    """Whether ``tensor`` is the saved one but for the number of rows that pad the vocabulary."""
-    if entry.rows is None or not tensor.dim() or entry.shape[0] == tensor.shape[0]:
+def _repadded(entry: TensorEntry, shape: tuple[int, ...]) -> bool:
+    """Whether ``shape`` is the saved one but for the number of rows that pad the vocabulary."""
+    if entry.rows is None or not shape or entry.shape[0] == shape[0]:
         return False
-    return entry.shape[1:] == tuple(tensor.shape[1:]) and tensor.shape[0] >= entry.rows
+    return entry.shape[1:] == shape[1:] and shape[0] >= entry.rows
+
+
+class _BlockPlanner(DefaultLoadPlanner):
+    """Reads the blocks of this rank's parts, from whatever chunks they lie in."""
+
+    def __init__(self, parts: Mapping[str, Part]) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self._parts = parts
+
+    def create_local_plan(self) -> LoadPlan:
+        """All that is needed of each block."""
+        assert self.metadata is not None
+        items: list[ReadItem] = []
+        for name, part in self._parts.items():
+            blocks = [
+                ChunkStorageMetadata(torch.Size(piece.offsets), torch.Size(piece.sizes))
+                for piece in part.pieces
+            ]
+            saved = self.metadata.state_dict_metadata[name]
+            assert isinstance(saved, TensorStorageMetadata)
+            items += create_read_items_for_chunk_list(name, saved, blocks)
+        return LoadPlan(items)
+
+    def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
+        """A block."""
+        assert index.offset is not None
+        return self._parts[index.fqn].at(index.offset)
 
 
 def _read(
     path: Path,
     manifest: Manifest,
-    tensors: Mapping[str, torch.Tensor],
+    tensors: Mapping[str, Value],
     reader: FileSystemReader | None = None,
 ) -> None:
     """Read this rank's tensors, and compare those on the host with their checksums."""
-    if not tensors:
+    parts = {}
+    for name, value in tensors.items():
+        part, entry = (
+            value if isinstance(value, Part) else Part.whole(value),
+            manifest.tensors[name],
+        )
+        # Of a vocabulary padded to another size the rows that pad it here stay as they are.
+        repadded = _repadded(entry, part.shape)
+        parts[name] = part.first_rows(entry.rows or 0) if repadded else part
+    if not parts:
         return
-    # A vocabulary padded to another size is read apart; the rows that pad it here stay as they are.
-    repadded = {
-        n: manifest.tensors[n] for n, t in tensors.items() if _repadded(manifest.tensors[n], t)
-    }
-    apart = {n: torch.empty(e.shape, dtype=dtype_of(e)) for n, e in repadded.items()}
     try:
         with quiet(True):
             dcp_load(
-                {**tensors, **apart},
+                {name: part.local for name, part in parts.items()},
                 storage_reader=reader or FileSystemReader(path),
-                planner=DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
+                planner=_BlockPlanner(parts),
                 no_dist=True,
             )
     except CheckpointException as error:
         raise unwrap(error, f"reading {path}") from error
-    for name, entry in repadded.items():
-        tensors[name].detach()[: entry.rows].copy_(apart[name][: entry.rows])
-    for name, tensor in {**tensors, **apart}.items():
-        entry = manifest.tensors[name]
-        comparable = tensor.device.type == "cpu" and tensor.dtype == dtype_of(entry)
-        if comparable and tensor_entry(tensor, entry.rows) != entry:
+    for name, part in parts.items():
+        if not _matches(part, manifest.tensors[name]):
             raise CheckpointError(f"{name} of {path} does not match its checksum")
+
+
+def _matches(part: Part, entry: TensorEntry) -> bool:
+    """Whether what was read has the digests of the chunks that are whole in it.
+
+    What is not on the host, or of another type, is not compared.
+    """
+    if part.local.device.type != "cpu" or part.local.dtype != dtype_of(entry):
+        return True
+    for chunk in entry.blocks:
+        sizes = chunk.tokens(entry.rows)
+        for piece in part.pieces:
+            start = [a - b for a, b in zip(chunk.offsets, piece.offsets, strict=True)]
+            ends = zip(start, sizes, piece.sizes, strict=True)
+            if all(a >= 0 and a + size <= extent for a, size, extent in ends):
+                local = tuple(a + b for a, b in zip(piece.local, start, strict=True))
+                block = part.view(Piece(chunk.offsets, sizes, local))
+                if values_digest(block) != chunk.digest:
+                    return False
+    return True

@@ -7,13 +7,13 @@ The format is torch.distributed.checkpoint's, so that its own reader and tools r
 from __future__ import annotations
 
 import json
+import math
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
@@ -30,6 +30,7 @@ from megatron_flex.checkpoint.manifest import (
     TensorEntry,
     digest_of,
 )
+from megatron_flex.checkpoint.parts import Part, Value, local_of
 from megatron_flex.checkpoint.ranks import DEFAULT_TIMEOUT, Ranks
 from megatron_flex.checkpoint.retention import KEEP_ALL, Retention
 from megatron_flex.checkpoint.writer import DigestPlanner, DigestWriter
@@ -38,7 +39,7 @@ from megatron_flex.checkpoint.writer import DigestPlanner, DigestWriter
 def save(
     directory: Path | str,
     iteration: int,
-    tensors: Mapping[str, torch.Tensor],
+    tensors: Mapping[str, Value],
     common: Mapping[str, Any],
     *,
     group: dist.ProcessGroup | None,
@@ -47,10 +48,11 @@ def save(
 ) -> Path:
     """Write the checkpoint of ``iteration`` and name it in the tracker; all ranks call this.
 
-    ``tensors`` are those that this rank owns, by name; each name has one owner. ``common`` is a
-    JSON object, the same on all ranks. ``group`` is a gloo group that nothing else uses
-    meanwhile (``None``: a single process). ``timeout`` is in seconds for each wait. Returns the
-    checkpoint's directory, which is on the disk then.
+    ``tensors`` are those that this rank owns, by name; each name has one owner, or ranks whose
+    parts of it are together the whole. ``common`` is a JSON object, the same on all ranks.
+    ``group`` is a gloo group that nothing else uses meanwhile (``None``: a single process).
+    ``timeout`` is in seconds for each wait. Returns the checkpoint's directory, which is on the
+    disk then.
 
     Raises :class:`CheckpointError` on all ranks when anything fails on one; the checkpoints that
     were there before are as they were, and what was written of this one is deleted.
@@ -119,7 +121,7 @@ def check_writable(
 
 
 def _agree(
-    ranks: Ranks, what: str, tensors: Mapping[str, torch.Tensor], common: Mapping[str, Any]
+    ranks: Ranks, what: str, tensors: Mapping[str, Value], common: Mapping[str, Any]
 ) -> bytes:
     """Encode ``common``, and check that the ranks' contributions fit together."""
     encoded: list[bytes] = []
@@ -127,7 +129,15 @@ def _agree(
     def encode() -> dict[str, Any]:
         _require_json(common, "common")
         encoded.append(json.dumps(common, indent=1, sort_keys=True).encode())
-        return {"common": digest_of(encoded[0]), "names": list(tensors)}
+        parts = {n: v for n, v in forms_of(tensors).items() if isinstance(v, Part)}
+        return {
+            "common": digest_of(encoded[0]),
+            "names": [name for name in tensors if name not in parts],
+            "parts": {
+                name: {"shape": part.shape, "blocks": [(p.offsets, p.sizes) for p in part.pieces]}
+                for name, part in parts.items()
+            },
+        }
 
     parts = ranks.gather(f"preparing the {what}", encode)
 
@@ -141,6 +151,7 @@ def _agree(
                     raise CheckpointError(
                         f"{name} is given by ranks {owners[name]} and {rank}; one must own it"
                     )
+        _require_complete(owners, [part["parts"] for part in parts or ()])
 
     ranks.from_first(f"preparing the {what}", compare)
     return encoded[0]
@@ -150,7 +161,7 @@ def _write(
     ranks: Ranks,
     what: str,
     temporary: Path,
-    tensors: Mapping[str, torch.Tensor],
+    tensors: Mapping[str, Value],
     model: Mapping[str, Any],
 ) -> tuple[dict[str, FileEntry], dict[str, TensorEntry]]:
     """Write all ranks' tensors; the first rank receives all entries, the others their own."""
@@ -161,7 +172,7 @@ def _write(
     try:
         with quiet(ranks.group is None):
             dcp_save(
-                dict(forms_of(tensors)),
+                {name: local_of(form) for name, form in forms_of(tensors).items()},
                 storage_writer=writer,
                 planner=planner,
                 process_group=ranks.group,
@@ -178,15 +189,49 @@ def _write(
         f"collecting the checksums of the {what}",
         lambda: {
             "files": {name: vars(entry) for name, entry in writer.files.items()},
-            "tensors": {name: vars(entry) for name, entry in planner.tensors.items()},
+            "tensors": {name: entry.to_json() for name, entry in planner.tensors.items()},
         },
     )
     files: dict[str, FileEntry] = {}
     entries: dict[str, TensorEntry] = {}
     for part in collected or ():
         files.update({name: FileEntry(**entry) for name, entry in part["files"].items()})
-        entries.update({n: TensorEntry.from_json(entry) for n, entry in part["tensors"].items()})
+        for name, data in part["tensors"].items():
+            entry, before = TensorEntry.from_json(data), entries.get(name)
+            if before is not None:
+                entry = TensorEntry.of_chunks(entry, (*before.chunks, *entry.chunks))
+            entries[name] = entry
     return files, entries
+
+
+def _require_complete(
+    owners: Mapping[str, int], parts: Sequence[Mapping[str, Mapping[str, Any]]]
+) -> None:
+    """Raise :class:`CheckpointError` unless all ranks' parts of a tensor are the whole of it.
+
+    ``owners`` are the ranks of whole tensors; ``parts`` those of each rank, by name.
+    """
+    shapes: dict[str, list[int]] = {}
+    elements: dict[str, int] = {}
+    seen: set[tuple[object, ...]] = set()
+    for rank, of_rank in enumerate(parts):
+        for name, part in of_rank.items():
+            if name in owners:
+                raise CheckpointError(
+                    f"{name} is given whole by rank {owners[name]} and in part by rank {rank}"
+                )
+            if shapes.setdefault(name, part["shape"]) != part["shape"]:
+                raise CheckpointError(f"{name} has other shapes on other ranks")
+            elements[name] = elements.get(name, 0) + sum(
+                math.prod(sizes) for _, sizes in part["blocks"]
+            )
+            for offsets, _ in part["blocks"]:
+                if (name, *offsets) in seen:
+                    raise CheckpointError(f"the same part of {name} is given twice")
+                seen.add((name, *offsets))
+    for name, shape in shapes.items():
+        if elements[name] != math.prod(shape):
+            raise CheckpointError(f"the ranks' parts of {name} are not the whole of it")
 
 
 def _require_shared(path: Path) -> None:

@@ -12,17 +12,33 @@ from typing import Any
 
 import torch
 import xxhash
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.default_planner import (
+    DefaultSavePlanner,
+    create_default_local_save_plan,
+)
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
-from torch.distributed.checkpoint.metadata import MetadataIndex
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+)
+from torch.distributed.checkpoint.planner import (
+    SavePlan,
+    SavePlanner,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from megatron_flex.checkpoint.errors import CheckpointError
-from megatron_flex.checkpoint.manifest import FileEntry, TensorEntry, tensor_entry
+from megatron_flex.checkpoint.lazy import forms_of
+from megatron_flex.checkpoint.manifest import FileEntry, TensorEntry, chunk_of, tensor_entry
+from megatron_flex.checkpoint.parts import Part, Value
 from megatron_flex.checkpoint.ranks import Ranks
 from megatron_flex.checkpoint.vocabulary import token_rows
+from megatron_flex.model.tensor_cut import Piece
 
 LAZY_FILE = 64 << 20
 """Bytes from which on a file of tensors that are made meanwhile is closed."""
@@ -31,26 +47,67 @@ LAZY_FILE = 64 << 20
 class DigestPlanner(DefaultSavePlanner):
     """The default planner; ``tensors`` has an entry for each tensor that this rank wrote.
 
+    Of a tensor that it has a part of the entry has this rank's chunks.
+
     ``model`` is the model's configuration, for the rows that only pad the vocabulary. ``tensors``
     are asked for when they are written, which may be the moment when they are made.
     """
 
-    def __init__(self, model: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
+    def __init__(self, model: Mapping[str, Any], tensors: Mapping[str, Value]) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
         self.tensors: dict[str, TensorEntry] = {}
         self._model = model
         self._source = tensors
+        self._parts = {n: v for n, v in forms_of(tensors).items() if isinstance(v, Part)}
+
+    def create_local_plan(self) -> SavePlan:
+        """Whole tensors as they are, and every block of a part as a chunk."""
+        whole = {n: t for n, t in self.state_dict.items() if n not in self._parts}
+        items = create_default_local_save_plan(whole, self.is_coordinator).items
+        for name, part in self._parts.items():
+            items += [_chunk(name, part, piece) for piece in part.pieces]
+        self.plan = SavePlan(items)
+        return self.plan
 
     def lookup_object(self, index: MetadataIndex) -> torch.Tensor:
         """The tensor itself, where the plan was made with its form."""
-        return self._source[index.fqn]
+        value = self._source[index.fqn]
+        if not isinstance(value, Part):
+            return value
+        assert index.offset is not None
+        return value.at(index.offset)
 
     def transform_object(self, write_item: WriteItem, object: Any) -> torch.Tensor:
         """Bring the tensor to the host once, for its digest and for the file."""
         tensor: torch.Tensor = object.detach().cpu()
-        name = write_item.index.fqn
-        self.tensors[name] = tensor_entry(tensor, token_rows(name, tensor.shape, self._model))
+        index = write_item.index
+        part = self._parts.get(index.fqn)
+        shape = tensor.shape if part is None else part.shape
+        rows = token_rows(index.fqn, shape, self._model)
+        if part is None:
+            self.tensors[index.fqn] = tensor_entry(tensor, rows)
+            return tensor
+        assert index.offset is not None
+        before = self.tensors.get(index.fqn)
+        if before is None:
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            before = TensorEntry(part.shape, dtype, "", rows)
+        chunk = chunk_of(tensor, tuple(index.offset), rows)
+        self.tensors[index.fqn] = TensorEntry.of_chunks(before, (*before.chunks, chunk))
         return tensor
+
+
+def _chunk(name: str, part: Part, piece: Piece) -> WriteItem:
+    offsets = torch.Size(piece.offsets)
+    return WriteItem(
+        MetadataIndex(name, offsets),
+        WriteItemType.SHARD,
+        tensor_data=TensorWriteData(
+            ChunkStorageMetadata(offsets, torch.Size(piece.sizes)),
+            TensorProperties.create_from_tensor(part.local),
+            torch.Size(part.shape),
+        ),
+    )
 
 
 class DigestWriter(FileSystemWriter):

@@ -158,6 +158,14 @@ class Cluster:
         """The link between two devices."""
         return self.intra if self.server_of(one) == self.server_of(other) else self.inter
 
+    def grouped(self, size: int) -> Cluster:
+        """The cluster whose devices are groups of ``size`` neighbouring devices of a server."""
+        if size < 1 or self.devices_per_server % size:
+            raise ClusterError(
+                f"groups of {size} devices do not divide a server's {self.devices_per_server}"
+            )
+        return replace(self, devices_per_server=self.devices_per_server // size)
+
     def first(self, devices: int) -> Cluster:
         """The cluster of the first ``devices`` devices: part of one server, or whole servers."""
         per_server = self.devices_per_server

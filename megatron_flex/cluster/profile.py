@@ -130,6 +130,8 @@ class Profile:
         model: the shape of the model whose units these are (:func:`shape_of`); ``None`` in
             profiles of before it was kept.
         machine: the processor or GPU that was measured; empty where none was, or it was not kept.
+        tensor: ranks that share each layer; costs are those of one, collectives among them.
+        sequence: they share what lies between the products, too (sequence parallelism).
     """
 
     name: str
@@ -141,6 +143,8 @@ class Profile:
     links: Mapping[str, Link]
     model: Mapping[str, Any] | None = None
     machine: str = ""
+    tensor: int = 1
+    sequence: bool = False
 
     def __post_init__(self) -> None:
         missing = [kind.value for kind in Kind if kind not in self.kinds]
@@ -161,6 +165,10 @@ class Profile:
                 )
         _check(self.name, "boundary", self.boundary)
         _check(self.name, "tied_update", self.tied_update)
+        if self.tensor < 1:
+            raise ProfileError(
+                f"profile '{self.name}': tensor must be at least 1, not {self.tensor}"
+            )
         low, high = self.tokens
         if not 0 < low <= high or self.longest < 1:
             raise ProfileError(
@@ -232,6 +240,8 @@ class Profile:
                 "links": {name: asdict(link) for name, link in self.links.items()},
                 "model": None if self.model is None else dict(self.model),
                 "machine": self.machine,
+                "tensor": self.tensor,
+                "sequence": self.sequence,
             },
             indent=1,
         )
@@ -266,6 +276,8 @@ class Profile:
                 links={name: Link(**link) for name, link in data["links"].items()},
                 model=None if data.get("model") is None else dict(data["model"]),
                 machine=str(data.get("machine", "")),
+                tensor=int(data.get("tensor", 1)),
+                sequence=bool(data.get("sequence", False)),
             )
         except ProfileError:
             raise

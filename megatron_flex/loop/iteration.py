@@ -17,6 +17,7 @@ from megatron_flex.planner.limits import room_for_messages
 from megatron_flex.planner.memory import slab_elements
 from megatron_flex.planner.package import Received
 from megatron_flex.planner.plan import Plan
+from megatron_flex.planner.tensor import TensorParallel
 from megatron_flex.runtime.executor import Executor
 from megatron_flex.runtime.memory import Expected
 from megatron_flex.runtime.optimizer import StepSize
@@ -34,6 +35,12 @@ def cost_coefficients(config: ModelConfig) -> CostCoefficients:
     """
     work = total_work(model_work(config))
     return CostCoefficients(1.0, work.quadratic / work.linear)
+
+
+def tensor_of(config: Config) -> TensorParallel:
+    """How a run's workers share layers."""
+    p = config.parallel
+    return TensorParallel(p.tensor_model_parallel_size, p.sequence_parallel)
 
 
 def run_cut(config: Config, cost: CostCoefficients) -> Cut:
@@ -79,7 +86,8 @@ class Iterations:
         told, micro_batches = self.last
         largest = float(max(m.tokens for m in micro_batches))
         model = self.executor.holdings.config
-        return room_for_messages(model, len(told.part.plan.stages), largest)
+        stages = len(told.part.plan.stages)
+        return room_for_messages(model, stages, largest, tensor_of(self.config))
 
     def cut(self, batch: GlobalBatch, plan: Plan) -> tuple[MicroBatch, ...]:
         """The micro-batches of a global batch that ``plan`` is for."""
@@ -151,7 +159,7 @@ class Iterations:
             model.layers,
             late=None,
             server_size=server_size(world.size),
-            elements=slab_elements(model),
+            elements=slab_elements(model, tensor_of(self.config)),
         )
         world.barrier()
         lists = switch_only(change, model.layers, world.size)

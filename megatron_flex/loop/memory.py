@@ -19,6 +19,7 @@ from megatron_flex.data.batches import BatchSource
 from megatron_flex.model.config import ModelConfig
 from megatron_flex.planner.memory import tied_state, unit_memory
 from megatron_flex.planner.plan import Plan
+from megatron_flex.planner.tensor import ALONE, TensorParallel
 from megatron_flex.quantities import size
 from megatron_flex.runtime.world import workers_per_gpu
 from megatron_flex.schedule.shards import sharded_slabs
@@ -32,7 +33,12 @@ class MemoryLimitError(ValueError):
 
 
 def check_memory(
-    model: ModelConfig, plan: Plan, source: BatchSource | None, longest: int, memory: int
+    model: ModelConfig,
+    plan: Plan,
+    source: BatchSource | None,
+    longest: int,
+    memory: int,
+    tensor: TensorParallel = ALONE,
 ) -> None:
     """Raise :class:`MemoryLimitError` if some worker of ``plan`` can never run the longest sample.
 
@@ -40,20 +46,26 @@ def check_memory(
         source: what is trained on.
         longest: ``--max-sample-length``, the most that a sample can have, in tokens.
         memory: bytes that a worker may use, see :func:`memory_of_worker`.
+        tensor: how workers share layers.
     """
-    needs = {device: device_bytes(model, plan, device, longest) for device in plan.devices}
+
+    def needed(device: int, tokens: int) -> int:
+        return device_bytes(model, plan, device, tokens, tensor)
+
+    needs = {device: needed(device, longest) for device in plan.devices}
     if max(needs.values()) <= memory:
         return
     if source is not None:  # perhaps no sample is as long as it may be
         longest = longest_sample(source)
-        needs = {device: device_bytes(model, plan, device, longest) for device in plan.devices}
+        needs = {device: needed(device, longest) for device in plan.devices}
     worst = max(needs, key=lambda device: needs[device])
     if needs[worst] <= memory:
         return
-    state = device_bytes(model, plan, worst, 0)
+    state = needed(worst, 0)
     raise MemoryLimitError(
-        f"worker {worst} needs at least {size(needs[worst])} for a sample of {longest:,} tokens"
-        f" ({size(state)} for weights, gradients and optimizer, the rest for activations), but has"
+        f"worker {worst * tensor.size} needs at least {size(needs[worst])} for a sample of"
+        f" {longest:,} tokens ({size(state)} for weights, gradients and optimizer, the rest for"
+        " activations), but has"
         f" {size(memory)}: lower --max-sample-length (or leave long samples out with --overlong"
         " drop),"
         " recompute layers with --recompute-granularity, split optimizer state over replicas with"
@@ -62,9 +74,14 @@ def check_memory(
     )
 
 
-def device_bytes(model: ModelConfig, plan: Plan, device: int, tokens: int) -> int:
-    """The least that ``device`` needs to train on one sample of ``tokens`` tokens, in bytes."""
-    memory, units = unit_memory(model), model.layers.units
+def device_bytes(
+    model: ModelConfig, plan: Plan, device: int, tokens: int, tensor: TensorParallel = ALONE
+) -> int:
+    """The least that ``device`` needs to train on one sample of ``tokens`` tokens, in bytes.
+
+    Of each of its workers, where these share layers.
+    """
+    memory, units = unit_memory(model, tensor), model.layers.units
     held = [
         units[number]
         for stage in plan.stages_of(device)
@@ -84,7 +101,7 @@ def device_bytes(model: ModelConfig, plan: Plan, device: int, tokens: int) -> in
         kept = m.kept if unit.index in o.recompute else None
         total += tokens * (m.activation if kept is None else kept)
     if tied is not None and any(tied in u.slabs for u in held):
-        state = tied_state(model)
+        state = tied_state(model, tensor)
         total += state.total - state.optimizer * (1.0 - share(tied))
     return int(total)
 

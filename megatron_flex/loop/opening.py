@@ -147,10 +147,10 @@ def predicted(
     config: Config, parts: Parts, plan: Plan, progress: Progress, coefficients: CostCoefficients
 ) -> float | None:
     """Seconds of an iteration, by the cost model; ``None`` where it does not know the devices."""
-    f, world = config.flexpipe, config.world_size
+    f, devices = config.flexpipe, config.devices
     if parts.train is None or (torch.cuda.is_available() and f.flexpipe_cluster is None):
         return None
-    setup = planner_setup(config, parts, world, coefficients)
+    setup = planner_setup(config, parts, devices, coefficients)
     planner = Service(setup).planner
     t, first = config.training, progress.consumed_samples
     size = t.batch_sizes.size(first)
@@ -159,9 +159,9 @@ def predicted(
         warnings.simplefilter("ignore")  # a profile of other sizes: the estimate is rough anyway
         for number in range(_LOOKED_AT):
             lengths = parts.train.batch(first + number * size, size).lengths
-            finder = planner.finder(ways(setup.cut, lengths.tolist(), world))
+            finder = planner.finder(ways(setup.cut, lengths.tolist(), devices))
             times.append(finder.best_of(plan, None, "now").price.seconds)
-    return crowding(world) * sum(times) / len(times)
+    return crowding(config.world_size) * sum(times) / len(times)
 
 
 def crowding(world_size: int) -> float:

@@ -19,9 +19,11 @@ from megatron_flex.runtime.world import server_size
 
 
 def planner_setup(
-    config: Config, parts: Parts, world_size: int, coefficients: CostCoefficients
+    config: Config, parts: Parts, devices: int, coefficients: CostCoefficients
 ) -> Setup:
     """The set-up of a run whose batches are cut by ``coefficients``.
+
+    ``devices`` are those of a plan: groups of workers where these share layers.
 
     Raises ``ValueError`` naming the flag.
     """
@@ -29,8 +31,9 @@ def planner_setup(
     if f.flexpipe and f.flexpipe_cluster is None and torch.cuda.is_available():
         raise ValueError("--flexpipe on GPUs needs --flexpipe-cluster, such as a100 or h200, or a"
                          " file that describes the devices and links")  # fmt: skip
-    cluster = load(f.flexpipe_cluster or f"cpux{min(4, world_size)}")
-    cluster = _sized(cluster, world_size, server_size(world_size))
+    cluster = load(f.flexpipe_cluster or f"cpux{min(4, devices)}")
+    size = config.parallel.tensor_model_parallel_size
+    cluster = _sized(cluster, devices, server_size(devices * size) // size)
     options = PlannerOptions(
         planner=f.flexpipe_planner,
         unit=f.flexpipe_unit,
@@ -44,6 +47,8 @@ def planner_setup(
         # Tried on CPU workers only; on GPUs a plan may still ask for it.
         offload_optimizer=not torch.cuda.is_available(),
         offload_activations=not torch.cuda.is_available(),
+        tensor_size=size,
+        sequence_parallel=config.parallel.sequence_parallel,
     )
     path = f.flexpipe_profile
     profile = None if path is None else Profile.load(Path(path)).to_json()
@@ -59,7 +64,7 @@ def planner_setup(
     )
 
 
-def _sized(cluster: Cluster, world_size: int, per_server: int) -> Cluster:
+def _sized(cluster: Cluster, devices: int, per_server: int) -> Cluster:
     """The cluster with the job's own numbers of servers and devices."""
-    servers = -(-world_size // per_server)
+    servers = -(-devices // per_server)
     return replace(cluster, servers=servers, devices_per_server=per_server)

@@ -144,18 +144,19 @@ def check(config: ModelConfig, size: int, *, vocabulary: bool = True) -> None:
 def part_of(config: ModelConfig, size: int) -> ModelConfig:
     """What one of ``size`` ranks has, as a model: its work, its slabs, its bytes.
 
-    The sizes must divide, but for the vocabulary's. Layers and hidden states are those of the whole
-    model.
+    The sizes must divide, but for the vocabulary's: the first rank has most words of the tokenizer,
+    and it is its part. Layers and hidden states are those of the whole model.
     """
     if size == 1:
         return config
+    rows = -(-config.padded_vocab_size // size)
     return replace(
         config,
         num_attention_heads=config.num_attention_heads // size,
         num_query_groups=config.num_query_groups // size,
         ffn_hidden_size=config.ffn_hidden_size // size,
-        vocab_size=-(-config.vocab_size // size),
-        padded_vocab_size=-(-config.padded_vocab_size // size),
+        vocab_size=min(config.vocab_size, rows),
+        padded_vocab_size=rows,
     )
 
 

@@ -173,7 +173,7 @@ class ModelCosts:
     @cached_property
     def memory(self) -> Mapping[Kind, UnitMemory]:
         """Memory of one unit of each kind."""
-        return unit_memory(self.config)
+        return unit_memory(self.config, self.options.tensor)
 
     @cached_property
     def unit_state(self) -> dict[Kind, StateBytes]:
@@ -183,7 +183,7 @@ class ModelCosts:
     @cached_property
     def tied_state(self) -> StateBytes:
         """State of the tied word embedding; zero when untied."""
-        return tied_state(self.config)
+        return tied_state(self.config, self.options.tensor)
 
     @cached_property
     def tied(self) -> Tied:
@@ -212,7 +212,7 @@ class ModelCosts:
 
         With them what a pass needs whatever its tokens.
         """
-        memory = unit_memory(self.config)
+        memory = self.memory
         return self._sum(
             {k: self._without_optimizer(s) + memory[k].fixed for k, s in self.unit_state.items()}
         )
@@ -293,7 +293,7 @@ class ModelCosts:
     @cached_property
     def owed(self) -> Array:
         """Bytes between the halves of a split backward, a token."""
-        return self._sum({kind: unit.owed for kind, unit in unit_memory(self.config).items()})
+        return self._sum({kind: unit.owed for kind, unit in self.memory.items()})
 
     @property
     def intra(self) -> Link:

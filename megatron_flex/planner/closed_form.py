@@ -2,31 +2,55 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from megatron_flex.cluster.cluster import Cluster
 from megatron_flex.cluster.profile import KindProfile, Line, Profile, shape_of
 from megatron_flex.model.config import ModelConfig
 from megatron_flex.model.layers import Kind
 from megatron_flex.planner.flops import kind_work
 from megatron_flex.planner.memory import boundary_bytes, tied_state, unit_memory
+from megatron_flex.planner.tensor import ALONE, POINTWISE, TensorParallel, shared_profile
 
 LONGEST = 1 << 20
 """A closed form holds for any length; this is the range it claims, in tokens."""
 
 _PRODUCTS = {Kind.EMBEDDING: 0, Kind.ATTENTION: 2, Kind.MLP: 2, Kind.HEAD: 1}
-_POINTWISE = {Kind.EMBEDDING: 2, Kind.ATTENTION: 6, Kind.MLP: 8, Kind.HEAD: 4}
-"""Passes over ``[tokens, hidden]`` in device memory outside the products: norm, bias, dropout,
-residual, activation function (counted at the width of the hidden state)."""
 _UPDATE_BYTES = {"float32": 28, "bfloat16": 32}
 """Bytes a parameter that AdamW moves: reads and writes weights and moments, reads the gradient."""
 
 
-def closed_form_profile(config: ModelConfig, cluster: Cluster) -> Profile:
+def closed_form_profile(
+    config: ModelConfig, cluster: Cluster, tensor: TensorParallel = ALONE
+) -> Profile:
     """The profile that the description of ``cluster`` predicts for ``config``.
 
     Matrix products and attention run at the described sustained speeds; the rest of a unit is
     memory traffic. The weight half of the backward pass has the products' FLOPs once, the input
     half the rest; attention's backward counts twice its forward, all of it in the input half.
+    With ``tensor`` ranks that share each layer it is what one of them takes.
     """
+    return with_shared_layers(config, _whole_layers(config, cluster), cluster, tensor)
+
+
+def with_shared_layers(
+    config: ModelConfig, profile: Profile, cluster: Cluster, tensor: TensorParallel
+) -> Profile:
+    """A profile of whole layers as that of one of the ranks that share them.
+
+    A profile that is of shared layers stays as it is.
+    """
+    if tensor.size == 1 or profile.tensor > 1:
+        return profile
+    memory, shared = unit_memory(config, tensor), shared_profile(profile, cluster, tensor)
+    kinds = {
+        kind: replace(costs, activation=memory[kind].activation, transient=memory[kind].transient)
+        for kind, costs in shared.kinds.items()
+    }
+    return replace(shared, kinds=kinds)
+
+
+def _whole_layers(config: ModelConfig, cluster: Cluster) -> Profile:
     device = cluster.device
     product_fixed, product_rate = device.matmul.line()
     pair_fixed, pair_rate = device.attention.line()
@@ -35,7 +59,7 @@ def closed_form_profile(config: ModelConfig, cluster: Cluster) -> Profile:
     for kind in Kind:
         work = kind_work(config, kind)
         products = _PRODUCTS[kind]
-        token_bytes = _POINTWISE[kind] * boundary_bytes(config)
+        token_bytes = POINTWISE[kind] * boundary_bytes(config)
         traffic = Line(per_token=token_bytes / device.memory_bytes_per_second)
         product = Line(products * product_fixed, work.linear * product_rate)
         has_pairs = work.quadratic > 0.0

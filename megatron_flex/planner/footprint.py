@@ -37,6 +37,7 @@ from megatron_flex.planner.memory import (
 )
 from megatron_flex.planner.passes import Level, Passes, passes, slice_passes
 from megatron_flex.planner.plan import OPlan, Plan, Stage
+from megatron_flex.planner.tensor import ALONE, TensorParallel
 from megatron_flex.schedule.compact import Lists, rows
 from megatron_flex.schedule.instructions import Program
 from megatron_flex.schedule.residency import POSTED, WINDOW
@@ -61,24 +62,28 @@ class Footprint:
     Args:
         config: the model.
         exact: gradients are summed exactly (``--flexpipe-bitwise``), in 8 more bytes a parameter.
+        tensor: how layers are shared; bytes are those of one rank of a device.
 
     Attributes:
         elements: padded elements of every slab.
         chains: bytes a token of what an attention unit holds of a sample that is cut to slices.
     """
 
-    def __init__(self, config: ModelConfig, *, exact: bool = False) -> None:
+    def __init__(
+        self, config: ModelConfig, *, exact: bool = False, tensor: TensorParallel = ALONE
+    ) -> None:
         self._config = config
+        self._tensor = tensor
         self._exact = exact
         self._layers = config.layers
         self._units = self._layers.units
-        self._passes: Mapping[Kind, Passes] = passes(config)
-        self._hidden = boundary_bytes(config)
-        self.elements = slab_elements(config)
+        self._passes: Mapping[Kind, Passes] = passes(config, tensor)
+        self._hidden = boundary_bytes(config, tensor)
+        self.elements = slab_elements(config, tensor)
         self._stages: dict[tuple[int, int, OPlan], StagePasses] = {}
         self._sliced: dict[tuple[int, int, OPlan], SlicePasses] = {}
-        self._slice_passes = {**self._passes, Kind.ATTENTION: slice_passes(config)}
-        self.chains: ChainBytes = chain_bytes(config)
+        self._slice_passes = {**self._passes, Kind.ATTENTION: slice_passes(config, tensor)}
+        self.chains: ChainBytes = chain_bytes(config, tensor)
         self._tables = rotary_bytes(config)
         self._helds: dict[Plan, dict[int, dict[int, float]]] = {}  # of the last plans
 
@@ -205,7 +210,7 @@ class Footprint:
             if len(self._stages) >= _REMEMBERED:
                 self._stages.clear()
             units = self._units[stage.start : stage.stop]
-            self._stages[key] = stage_passes(self._passes, units, o, self._config)
+            self._stages[key] = stage_passes(self._passes, units, o, self._config, self._tensor)
         return self._stages[key]
 
     def _slices(self, stage: Stage, o: OPlan) -> SlicePasses:
@@ -214,7 +219,9 @@ class Footprint:
             if len(self._sliced) >= _REMEMBERED:
                 self._sliced.clear()
             units = self._units[stage.start : stage.stop]
-            self._sliced[key] = slice_stage(self._slice_passes, units, o, self._config)
+            self._sliced[key] = slice_stage(
+                self._slice_passes, units, o, self._config, self._tensor
+            )
         return self._sliced[key]
 
     def travelling(self, plan: Plan, stage: int, tokens: float, sliced: float = 0.0) -> float:

@@ -17,6 +17,7 @@ from megatron_flex.model.layers import Kind, Unit
 from megatron_flex.planner.memory import boundary_bytes
 from megatron_flex.planner.passes import Level, Passes, slice_head
 from megatron_flex.planner.plan import OPlan
+from megatron_flex.planner.tensor import ALONE, TensorParallel
 from megatron_flex.schedule.residency import at_once
 
 Lines = tuple[tuple[float, float], ...]
@@ -122,12 +123,16 @@ def rotary_bytes(config: ModelConfig) -> float:
 
 
 def stage_passes(
-    passes: Mapping[Kind, Passes], units: Sequence[Unit], o: OPlan, config: ModelConfig
+    passes: Mapping[Kind, Passes],
+    units: Sequence[Unit],
+    o: OPlan,
+    config: ModelConfig,
+    tensor: TensorParallel = ALONE,
 ) -> StagePasses:
     """Passes of the ``units`` of a stage with micro-batches of whole samples."""
-    levels = _StageLevels(passes, units, o, config)
+    levels = _StageLevels(passes, units, o, config, tensor)
     attends = any(unit.kind is Kind.ATTENTION for unit in units)
-    output = 0.0 if units[-1].kind is Kind.HEAD else boundary_bytes(config)
+    output = 0.0 if units[-1].kind is Kind.HEAD else boundary_bytes(config, tensor)
     lists = (levels.forward, levels.backward, levels.first, levels.second)
     lines = [envelope([level for _, level in found]) for found in lists]
     context = rotary_bytes(config) if attends else 0.0
@@ -135,7 +140,11 @@ def stage_passes(
 
 
 def slice_stage(
-    passes: Mapping[Kind, Passes], units: Sequence[Unit], o: OPlan, config: ModelConfig
+    passes: Mapping[Kind, Passes],
+    units: Sequence[Unit],
+    o: OPlan,
+    config: ModelConfig,
+    tensor: TensorParallel = ALONE,
 ) -> SlicePasses:
     """Passes of the ``units`` of a stage where the micro-batch holds a slice.
 
@@ -144,8 +153,8 @@ def slice_stage(
     # What a head keeps of a slice is no activation that could travel.
     heads = {unit.index for unit in units if unit.kind is Kind.HEAD}
     o = replace(o, activations=tuple(u for u in o.activations if u not in heads))
-    head = slice_head(config, alone=len(units) == 1)
-    levels = _StageLevels({**passes, Kind.HEAD: head}, units, o, config)
+    head = slice_head(config, tensor, alone=len(units) == 1)
+    levels = _StageLevels({**passes, Kind.HEAD: head}, units, o, config, tensor)
     places = [i for i, unit in enumerate(units) if unit.kind is Kind.ATTENTION]
 
     def lines(found: Sequence[tuple[int, Level]], *, back: bool) -> SliceLines:
@@ -183,8 +192,9 @@ class _StageLevels:
         units: Sequence[Unit],
         o: OPlan,
         config: ModelConfig,
+        tensor: TensorParallel,
     ) -> None:
-        hidden = boundary_bytes(config)
+        hidden = boundary_bytes(config, tensor)
         last = units[-1].kind is Kind.HEAD
         self.forward: list[tuple[int, Level]] = []
         self.backward: list[tuple[int, Level]] = []
@@ -213,7 +223,9 @@ class _StageLevels:
             begun.append((p, above, levels))
             self.left += kept
             self.away += kept if unit.index in o.activations else Level(0.0, 0.0)
-        self._halves(units, begun, at_once(o), hidden, config)
+        self._halves(
+            units, begun, at_once(o), hidden, config.hidden_dropout > 0.0 or tensor.shards > 1
+        )
 
     def _halves(
         self,
@@ -221,7 +233,7 @@ class _StageLevels:
         begun: Sequence[tuple[Passes, Level, Sequence[Level]]],
         whole: Set[int],
         hidden: float,
-        config: ModelConfig,
+        owes_apart: bool,
     ) -> None:
         """A split backward: what is owed between the halves, and the levels of both.
 
@@ -230,14 +242,15 @@ class _StageLevels:
             begun: for each, what is in use when its backward begins, and the levels of a fused one.
             whole: units that owe nothing.
             hidden: bytes of a token between units.
-            config: the model.
+            owes_apart: the last unit owes another gradient than the backward begins with:
+                dropout was applied to it, or it was gathered.
         """
         self.owed = 0.0
         self.first: list[tuple[int, Level]] = []
         second: list[tuple[int, Level]] = []
         final = units[-1]
-        # Without dropout the last unit owes the very gradient that the backward began with.
-        apart = config.hidden_dropout > 0.0 or final.kind is Kind.HEAD or final.index in whole
+        # Else the last unit owes the very gradient that the backward began with.
+        apart = owes_apart or final.kind is Kind.HEAD or final.index in whole
         shared = 0.0 if apart else hidden
         for number, unit in reversed(list(enumerate(units))):
             p, above, fused = begun[number]

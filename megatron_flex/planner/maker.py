@@ -67,13 +67,17 @@ class Maker:
 
     def __init__(self, costs: ModelCosts) -> None:
         self.costs = costs
-        self.footprint = Footprint(costs.config, exact=costs.options.bitwise)
+        self.footprint = Footprint(
+            costs.config, exact=costs.options.bitwise, tensor=costs.options.tensor
+        )
         self._made: OrderedDict[tuple[object, ...], Made] = OrderedDict()
 
     def allowed(self, plan: Plan, batch: Batch) -> float:
         """Bytes that the predicted peak of a device may have."""
         largest = float(batch.tokens.max())
-        room = room_for_messages(self.costs.config, len(plan.stages), largest)
+        room = room_for_messages(
+            self.costs.config, len(plan.stages), largest, self.costs.options.tensor
+        )
         return allowance(float(self.costs.budget), room)
 
     def keep(self, plan: Plan, batch: Batch, *, forward_only: bool = False) -> Made:

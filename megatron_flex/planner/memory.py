@@ -14,6 +14,8 @@ in total):
 Activation bytes are closed forms of what the modules of ``megatron_flex/model`` save for their
 backward (:mod:`megatron_flex.planner.passes`); a measured profile replaces them. What an iteration
 takes on each device, instruction by instruction, is in :mod:`megatron_flex.planner.footprint`.
+
+Where ranks share each layer (:mod:`megatron_flex.planner.tensor`) everything is of one of them.
 """
 
 from __future__ import annotations
@@ -23,7 +25,9 @@ from dataclasses import dataclass
 
 from megatron_flex.model.config import ModelConfig
 from megatron_flex.model.layers import Kind
+from megatron_flex.model.tensor_cut import part_of
 from megatron_flex.planner.passes import DTYPE_BYTES, passes
+from megatron_flex.planner.tensor import ALONE, TensorParallel
 from megatron_flex.schedule.shards import GRAIN, ROW
 
 GRADIENT_BYTES = 4
@@ -117,8 +121,9 @@ def word_embedding_count(config: ModelConfig) -> int:
     return config.padded_vocab_size * config.hidden_size
 
 
-def slab_elements(config: ModelConfig) -> tuple[int, ...]:
+def slab_elements(config: ModelConfig, tensor: TensorParallel = ALONE) -> tuple[int, ...]:
     """Padded elements of every slab, as ``runtime/slab.py`` lays them out."""
+    config = part_of(config, tensor.size)
     words = word_embedding_count(config)
 
     def padded(sizes: Sequence[int]) -> int:
@@ -154,12 +159,13 @@ def state_bytes(config: ModelConfig, parameters: int) -> StateBytes:
     )
 
 
-def unit_memory(config: ModelConfig) -> Mapping[Kind, UnitMemory]:
+def unit_memory(config: ModelConfig, tensor: TensorParallel = ALONE) -> Mapping[Kind, UnitMemory]:
     """Memory of one unit of each kind."""
-    hidden = boundary_bytes(config)
+    hidden, found_passes = boundary_bytes(config, tensor), passes(config, tensor)
+    config = part_of(config, tensor.size)
     untied = word_embedding_count(config) if config.untie_embeddings_and_output_weights else 0
     found = {}
-    for kind, unit in passes(config).items():
+    for kind, unit in found_passes.items():
         end = kind in (Kind.EMBEDDING, Kind.HEAD)
         state = state_bytes(config, parameter_count(config, kind) + (untied if end else 0))
         # A backward begins with the gradient of the output; the head's is one number.
@@ -177,8 +183,9 @@ def unit_memory(config: ModelConfig) -> Mapping[Kind, UnitMemory]:
     return found
 
 
-def tied_state(config: ModelConfig) -> StateBytes:
+def tied_state(config: ModelConfig, tensor: TensorParallel = ALONE) -> StateBytes:
     """Bytes of the tied word embedding on one device that holds it; zero when untied."""
+    config = part_of(config, tensor.size)
     words = 0 if config.untie_embeddings_and_output_weights else word_embedding_count(config)
     return state_bytes(config, words)
 
@@ -197,8 +204,9 @@ class ChainBytes:
     gradients: float
 
 
-def chain_bytes(config: ModelConfig) -> ChainBytes:
+def chain_bytes(config: ModelConfig, tensor: TensorParallel = ALONE) -> ChainBytes:
     """What one attention unit holds of a sample that is cut to slices (``model/prefix.py``)."""
+    config = part_of(config, tensor.size)
     numbers = 2 * config.num_query_groups
     width = _round_up(config.kv_channels, GRADIENT_LANES)
     size = DTYPE_BYTES[config.params_dtype]
@@ -207,6 +215,6 @@ def chain_bytes(config: ModelConfig) -> ChainBytes:
     )
 
 
-def boundary_bytes(config: ModelConfig) -> float:
+def boundary_bytes(config: ModelConfig, tensor: TensorParallel = ALONE) -> float:
     """Bytes of one token's activation between two stages."""
-    return float(DTYPE_BYTES[config.params_dtype] * config.hidden_size)
+    return float(DTYPE_BYTES[config.params_dtype] * config.hidden_size) / tensor.shards

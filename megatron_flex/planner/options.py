@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from megatron_flex.planner.static import UnitChoice
+from megatron_flex.planner.tensor import TensorParallel
 from megatron_flex.schedule.list_scheduler import policy
 from megatron_flex.schedule.policies.policy import Shape
 
@@ -44,6 +45,8 @@ class PlannerOptions:
         message_busy: part of a message's time that keeps its receiver from computing.
         host_exposed: part of a host transfer's time that computing does not hide.
         travel: part of an iteration in which links are free for the next plan's state.
+        tensor_size: ranks that share each layer; devices are groups of so many.
+        sequence_parallel: they share what lies between the products, too.
     """
 
     planner: PlannerName = "lookahead"
@@ -67,6 +70,13 @@ class PlannerOptions:
     message_busy: float = 0.0
     host_exposed: float = 0.3
     travel: float = 0.8
+    tensor_size: int = 1
+    sequence_parallel: bool = False
+
+    @property
+    def tensor(self) -> TensorParallel:
+        """How layers are shared."""
+        return TensorParallel(self.tensor_size, self.sequence_parallel)
 
     @property
     def split(self) -> bool:

@@ -10,6 +10,10 @@ A micro-batch may hold a slice of a longer sample (``model/prefix.py``). Its key
 the unit's buffers, which :func:`megatron_flex.planner.memory.chain_bytes` counts, and not kept with
 the micro-batch, and nothing keeps the projection's output alive; see :func:`slice_passes`.
 
+Where ranks share each layer, bytes are those of one. With sequence parallelism it has the tokens of
+its shard between the products, and those of all in them: inputs are gathered, and again in the
+backward, and outputs are there whole until they are summed and divided.
+
 A *level* is a number of bytes above those in use when the pass of the unit began: for a forward
 without its input, for a backward with all that was kept and the gradient of the output in use, for
 a weight half with what the input half left.
@@ -22,6 +26,8 @@ from dataclasses import dataclass
 
 from megatron_flex.model.config import ModelConfig
 from megatron_flex.model.layers import Kind
+from megatron_flex.model.tensor_cut import part_of
+from megatron_flex.planner.tensor import ALONE, TensorParallel
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 
@@ -75,9 +81,9 @@ def highest(levels: tuple[Level, ...], tokens: float, sliced: float = 0.0) -> fl
     return max(level(tokens, sliced) for level in levels)
 
 
-def passes(config: ModelConfig) -> Mapping[Kind, Passes]:
+def passes(config: ModelConfig, tensor: TensorParallel = ALONE) -> Mapping[Kind, Passes]:
     """Memory of the passes of one unit of each kind."""
-    sizes = _Sizes(config)
+    sizes = _Sizes(config, tensor)
     return {
         Kind.EMBEDDING: _embedding(sizes),
         Kind.ATTENTION: _attention(sizes),
@@ -86,12 +92,12 @@ def passes(config: ModelConfig) -> Mapping[Kind, Passes]:
     }
 
 
-def slice_passes(config: ModelConfig) -> Passes:
+def slice_passes(config: ModelConfig, tensor: TensorParallel = ALONE) -> Passes:
     """Memory of the passes of an attention unit where the micro-batch holds a slice.
 
     What the unit's buffers take is not counted.
     """
-    s, whole = _Sizes(config), passes(config)[Kind.ATTENTION]
+    s, whole = _Sizes(config, tensor), passes(config, tensor)[Kind.ATTENTION]
     grouped = config.num_query_groups < config.num_attention_heads
     if config.qk_layernorm:  # the norms keep the projection's output; the slice's keys are not kept
         spared, copied, sliced = 0.0, s.key_value / 2, s.key_value / 2
@@ -105,8 +111,10 @@ def slice_passes(config: ModelConfig) -> Passes:
         return Level(level.fixed, level.token + spared, level.sliced + sliced)
 
     # The projection's output is there until the unit's second product is; its copies already.
+    scattered = (Level(0.0, kept + s.full + s.hidden, -sliced),) if s.divided else ()
     forward = (
-        Level(0.0, whole.kept + copied + s.hidden, -sliced),
+        *scattered,
+        Level(0.0, whole.kept + copied + s.full, -sliced),
         Level(0.0, kept + after, -sliced),
     )
     first, *rest = whole.backward[1:]
@@ -123,14 +131,14 @@ def slice_passes(config: ModelConfig) -> Passes:
     )
 
 
-def slice_head(config: ModelConfig, *, alone: bool) -> Passes:
+def slice_head(config: ModelConfig, tensor: TensorParallel = ALONE, *, alone: bool) -> Passes:
     """Memory of the passes of a head where the micro-batch holds a slice.
 
     Its backward runs in its forward, and the gradient of its input is all that is kept
     (``runtime/anticipate.py``). It takes the place of the input, unless the head is ``alone`` in
     its stage: what a stage received stays.
     """
-    s, whole = _Sizes(config), passes(config)[Kind.HEAD]
+    s, whole = _Sizes(config, tensor), passes(config, tensor)[Kind.HEAD]
     again = (Level(level.fixed, level.token + whole.kept) for level in whole.backward)
     nothing = Level(0.0, 0.0)
     forward = (*whole.forward, *again)
@@ -139,26 +147,39 @@ def slice_head(config: ModelConfig, *, alone: bool) -> Passes:
 
 
 class _Sizes:
-    """Bytes a token of the tensors that the modules handle."""
+    """Bytes a token of the tensors that the modules handle.
 
-    def __init__(self, config: ModelConfig) -> None:
-        self.config = config
+    ``hidden`` is what lies between the products, ``full`` what goes into them and comes out.
+    """
+
+    def __init__(self, config: ModelConfig, tensor: TensorParallel) -> None:
+        shards = tensor.shards
+        #: Layers are shared; what lies between the products is divided, too.
+        self.shared, self.divided = tensor.size > 1, shards > 1
+        self.config = config = part_of(config, tensor.size)
         self.element = DTYPE_BYTES[config.params_dtype]
-        self.hidden = float(self.element * config.hidden_size)
+        self.full = float(self.element * config.hidden_size)
+        self.hidden = self.full / shards
         self.query = float(self.element * config.num_attention_heads * config.kv_channels)
         self.key_value = float(2 * self.element * config.num_query_groups * config.kv_channels)
         self.ffn = float(self.element * config.ffn_hidden_size)
         self.wide = self.ffn * (2 if config.swiglu else 1)
-        self.norm = self.normed(config.hidden_size, 1)
+        self.norm = self.normed(config.hidden_size, 1) / shards
         drops = config.hidden_dropout > 0.0
         #: Gradient of what dropout was applied to; without dropout it is that of the output.
         self.dropped = self.hidden if drops else 0.0
         #: Gradients in the backward of a norm; RMSNorm's is a few operations in float32.
         layer_norm = config.normalization == "LayerNorm"
-        self.norm_gradients = 2 * self.hidden if layer_norm else 16.0 * config.hidden_size
+        self.norm_gradients = 2 * self.hidden if layer_norm else 16.0 * config.hidden_size / shards
         #: A bias is added in a tensor of its own where no dropout kernel adds it.
         biased = config.add_bias_linear and not drops
         self.bias_dropout_add = self.hidden * (3 if biased else 2)
+        #: The whole of what is a shard between the products: a gradient, or an input in a backward.
+        self.gathered = self.full if self.divided else 0.0
+
+    def summed(self, kept: float) -> tuple[Level, ...]:
+        """The level while the output of a unit's last product is divided into shards."""
+        return (Level(0.0, kept + self.full + self.hidden),) if self.divided else ()
 
     def normed(self, width: int, rows: int) -> float:
         """What a norm of ``rows`` rows keeps besides its input: output, statistics, and with
@@ -198,22 +219,31 @@ def _attention(s: _Sizes) -> Passes:
     residual = s.hidden if c.normalization == "LayerNorm" else 0.0
     output = c.hidden_size * heads * width
     backward = (
-        s.gradient(output, s.dropped + s.query),
+        s.gradient(output, s.dropped + s.gathered + s.query),
         Level(0.0, s.query + qkv),  # attention
-        s.gradient(projection, s.hidden - gone),
+        s.gradient(projection, s.full + s.gathered - gone),
+        *s.summed(s.gathered - gone),
+        *_norm_backward(s, residual - gone - qkv - s.query),
     )
+    left = s.dropped + 2 * s.gathered - copied - head_norms
     return Passes(
         kept,
-        (Level(0.0, kept + s.bias_dropout_add),),
-        (Level(0.0, unkept + s.hidden),),
+        (Level(0.0, kept + s.bias_dropout_add), *s.summed(kept)),
+        (Level(0.0, unkept + s.full), *s.summed(unkept)),
         backward,
-        2 * s.hidden + qkv + s.query,
+        2 * s.full + qkv + s.query,
         (
-            Level(0.0, s.dropped + s.query + qkv),
-            Level(0.0, s.dropped + s.norm_gradients + residual - copied - head_norms),
+            Level(0.0, s.dropped + s.gathered + s.query + qkv),
+            Level(0.0, left + s.norm_gradients + residual),
+            *s.summed(left),
         ),
-        (s.gradient(output), s.gradient(projection, -s.query - s.hidden)),
+        (s.gradient(output), s.gradient(projection, -s.query - s.full)),
     )
+
+
+def _norm_backward(s: _Sizes, rest: float) -> tuple[Level, ...]:
+    """The level in the backward of a unit's norm, which is a high one where products are shared."""
+    return (Level(0.0, s.norm_gradients - s.hidden + rest),) if s.shared else ()
 
 
 def _mlp(s: _Sizes) -> Passes:
@@ -222,29 +252,43 @@ def _mlp(s: _Sizes) -> Passes:
     elements = c.hidden_size * c.ffn_hidden_size
     first = elements * (2 if c.swiglu else 1)
     backward = (
-        s.gradient(elements, s.dropped + s.ffn),  # second product
+        s.gradient(elements, s.dropped + s.gathered + s.ffn),  # second product
         Level(0.0, s.wide),  # activation function
-        s.gradient(first, s.hidden - s.ffn),  # first product
+        s.gradient(first, s.full + s.gathered - s.ffn),  # first product
+        *s.summed(s.gathered - s.ffn),
+        *_norm_backward(s, -s.wide - s.ffn),
     )
+    # Where products are shared their outputs are narrow, and the last one's is the widest.
+    last = (Level(0.0, s.hidden + s.ffn + s.full + s.hidden),) if s.shared else ()
     return Passes(
         kept,
-        (Level(0.0, kept + s.bias_dropout_add),),
-        (Level(0.0, s.hidden + s.wide + s.ffn),),
+        (Level(0.0, kept + s.bias_dropout_add), *s.summed(kept)),
+        (Level(0.0, s.hidden + s.wide + s.ffn), *last),
         backward,
-        2 * s.hidden + s.wide + s.ffn,
-        (Level(0.0, s.dropped + s.ffn + s.wide), Level(0.0, s.dropped + s.norm_gradients)),
-        (s.gradient(elements), s.gradient(first, -s.ffn - s.hidden)),
+        2 * s.full + s.wide + s.ffn,
+        (
+            Level(0.0, s.dropped + s.gathered + s.ffn + s.wide),
+            Level(0.0, s.dropped + 2 * s.gathered + s.norm_gradients),
+            *s.summed(s.dropped + 2 * s.gathered),
+        ),
+        (s.gradient(elements), s.gradient(first, -s.ffn - s.full)),
     )
 
 
 def _embedding(s: _Sizes) -> Passes:
     c = s.config
     added = c.position_embedding_type == "learned_absolute" or c.num_tokentypes > 0
-    forward = Level(0.0, s.hidden * (3 if added else 2 if s.dropped else 1))
+    # Sums of rows are of all tokens, and divided at last.
+    forward = Level(0.0, s.full * (3 if added else 2 if s.dropped and not s.divided else 1))
+    forwards = (forward, *s.summed(0.0))
     # Rows are added to the tables' sums in float32.
     cast = 0.0 if s.element == 4 else 4.0 * c.hidden_size
-    backward, half = Level(0.0, s.dropped + cast), Level(0.0, s.dropped)
-    return Passes(0.0, (forward,), (forward,), (backward,), s.hidden, (half,), (Level(0.0, cast),))
+    # Of a shared table those of its own words are taken out; the first rank may have most of them.
+    chosen = s.full if s.shared else 0.0
+    gradient = s.dropped + s.gathered
+    backward, half = Level(0.0, gradient + chosen + cast), Level(0.0, gradient + chosen)
+    owed = s.full + (chosen if added else 0.0)
+    return Passes(0.0, forwards, forwards, (backward,), owed, (half,), (Level(0.0, cast),))
 
 
 def _head(s: _Sizes) -> Passes:
@@ -255,22 +299,24 @@ def _head(s: _Sizes) -> Passes:
     if c.architecture == "bert":
         kept += 2 * s.hidden + s.norm  # dense, GELU, norm
     cast = final if s.element != 4 else 0.0  # logits before they are float32
-    forward = Level(0.0, kept + cast + 12)
+    forward = Level(0.0, kept + cast + max(12.0, s.gathered))
     output = c.vocab_size * c.hidden_size
     # The sentence-order head gives every token a gradient, most of them zero.
     pooled = s.hidden if c.binary_head else 0.0
     narrowed = cast - logits if cast else 0.0
     backward = (
         Level(0.0, pooled + cast),
-        s.gradient(output, pooled + s.hidden + narrowed),  # output layer
+        s.gradient(output, pooled + s.full + s.gathered + narrowed),  # output layer
+        *s.summed(pooled + s.gathered + narrowed),
         Level(0.0, pooled + 2 * s.hidden - logits - s.norm),
     )
-    owed = s.hidden + (cast or logits)
+    owed = s.full + (cast or logits)
     if c.architecture == "bert":
         owed += 2 * s.hidden  # dense
     inputs = (
         Level(0.0, pooled + cast),
-        Level(0.0, pooled + s.hidden + narrowed),
-        Level(0.0, pooled + s.norm_gradients + narrowed),
+        Level(0.0, pooled + s.full + s.gathered + narrowed),
+        Level(0.0, pooled + s.gathered + s.norm_gradients + narrowed),
+        *s.summed(pooled + s.gathered + narrowed),
     )
     return Passes(kept, (forward,), (forward,), backward, owed, inputs, (s.gradient(output),))

@@ -32,6 +32,7 @@ from megatron_flex.planner.simulation import Prediction, predict
 from megatron_flex.planner.squeeze import squeezed
 from megatron_flex.planner.static import static_plan
 from megatron_flex.planner.switching import LiveSwitches, Running
+from megatron_flex.planner.tensor import check_profile
 from megatron_flex.planner.trials import Beyond, Simulated, Switching, Trials, moves_of
 from megatron_flex.schedule.list_scheduler import policy
 
@@ -82,6 +83,7 @@ class Planner:
         devices: Sequence[int] | None = None,
     ) -> None:
         profile.check_model(config)
+        check_profile(profile, options.tensor)
         self._warned = False  # once is enough
         chosen = tuple(range(cluster.world_size)) if devices is None else tuple(devices)
         self.options = options
@@ -547,7 +549,9 @@ def running_of(
     """An iteration as the next switch sees it; ``largest``: tokens of its largest micro-batch."""
     budget = float(costs.budget)
     if costs.options.exact_memory:
-        room = room_for_messages(costs.config, len(price.plan.stages), largest)
+        room = room_for_messages(
+            costs.config, len(price.plan.stages), largest, costs.options.tensor
+        )
         budget = allowance(budget, room)
     spare = tuple(max(0.0, budget - size) for size in price.device_bytes)
     return Running(price.plan, price.seconds if seconds is None else seconds, spare)

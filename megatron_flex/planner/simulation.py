@@ -131,7 +131,7 @@ def op_costs(costs: ModelCosts, plan: Plan, batch: Batch) -> OpCosts:
         held[-1] -= (kept[-1] - min(kept[-1], costs.profile.boundary)) * batch.tokens * cut
         for table_ in (inputs, weights, held):  # a head alone on a stage leaves rounding only
             np.maximum(table_, 0.0, out=table_)
-        chain = chain_bytes(costs.config)
+        chain = chain_bytes(costs.config, costs.options.tensor)
         units = [float(kind is Kind.ATTENTION) for kinds in costs.kinds for kind in kinds]
         sizes = (chain.keys_values + chain.gradients) * np.add.reduceat(units, starts)
         tables["chain_bytes"] = np.outer(sizes, batch.sliced)

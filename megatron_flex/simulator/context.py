@@ -24,7 +24,6 @@ from typing import ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_flex.cluster.cluster import Cluster, ClusterError
 from megatron_flex.data.cut import Cut
 from megatron_flex.data.microbatch import MicroBatch
 from megatron_flex.model.layers import Kind
@@ -37,16 +36,6 @@ from megatron_flex.planner.ways import micro_batches
 from megatron_flex.schedule.costs import OpCosts
 from megatron_flex.simulator.setting import Setting
 from megatron_flex.simulator.static import Runner, Variant
-
-
-def logical(cluster: Cluster, degree: int) -> Cluster:
-    """The cluster whose devices are groups of ``degree`` devices of a server."""
-    if degree < 1 or cluster.devices_per_server % degree:
-        raise ClusterError(
-            f"context parallelism over {degree} devices does not divide a server's"
-            f" {cluster.devices_per_server}"
-        )
-    return replace(cluster, devices_per_server=cluster.devices_per_server // degree)
 
 
 def shared(parts: Sequence[MicroBatch], degree: int) -> Batch:
@@ -147,7 +136,7 @@ class ContextRunner(Runner):
         self._ring = Ring(self.costs, degree)
 
     def _planner(self, setting: Setting) -> Planner:
-        cluster = logical(setting.cluster, self._degree)
+        cluster = setting.cluster.grouped(self._degree)
         inner = Setting(setting.config, cluster, setting.profile, setting.base)
         return super()._planner(inner)
 

@@ -92,7 +92,7 @@ def read_legacy(
                 if match := _LAYER.fullmatch(full):
                     depth = max(depth, int(match[2]) + 1)
                     full = f"{match[1]}{layers + int(match[2])}{match[3]}"
-                tensors[full] = merge(full, [p[name] for p in parts], swiglu=config.swiglu)
+                tensors[full] = merge(config, full, [p[name] for p in parts])
             layers += depth
     if layers != config.num_layers:
         raise CheckpointError(f"{path} has {layers} layers, its args say {config.num_layers}")
@@ -175,7 +175,7 @@ def _stage_states(
     states: list[dict[str, torch.Tensor]] = [{} for _ in range(size)]
     for local, full in names.items():
         written = to_transformer_engine(local) if transformer_engine else local
-        parts = split(full, weights.tensors[full], size, swiglu=weights.config.swiglu)
+        parts = split(weights.config, full, weights.tensors[full], size)
         for state, part in zip(states, parts, strict=True):
             state[written] = part.clone()  # not the storage of the whole tensor
     return states

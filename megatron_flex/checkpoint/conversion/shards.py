@@ -3,56 +3,46 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
 from megatron_flex.checkpoint.conversion.weights import WORD_EMBEDDING
 from megatron_flex.checkpoint.errors import CheckpointError
+from megatron_flex.checkpoint.parts import Part
 from megatron_flex.model.config import ModelConfig
-
-# Column-parallel: an equal share of the outputs for each rank. Row-parallel: of the inputs.
-_COLUMNS = (
-    "linear_qkv.weight",
-    "linear_qkv.bias",
-    "linear_fc1.weight",
-    "linear_fc1.bias",
-    "word_embeddings.weight",
-    "output_layer.weight",
-    "output_layer.bias",
-)
-_ROWS = ("linear_proj.weight", "linear_fc2.weight")
+from megatron_flex.model.tensor_cut import Cut, Piece, cut_of, full_shape, pieces
 
 
-def cut_dimension(name: str) -> int | None:
-    """The dimension that is cut over tensor-parallel ranks; ``None``: each has it whole."""
-    if name.endswith(_COLUMNS):
-        return 0
-    return 1 if name.endswith(_ROWS) else None
-
-
-def split(name: str, tensor: torch.Tensor, size: int, *, swiglu: bool) -> list[torch.Tensor]:
-    """The parts of ``size`` tensor-parallel ranks.
-
-    With SwiGLU each part of the first MLP matrix has a share of the gate and one of the rest.
-    """
-    dimension = cut_dimension(name)
-    if dimension is None:
+def split(config: ModelConfig, name: str, tensor: torch.Tensor, size: int) -> list[torch.Tensor]:
+    """The parts of ``size`` tensor-parallel ranks."""
+    cut = cut_of(config, name)
+    if cut is None:
         return [tensor] * size
-    if swiglu and "linear_fc1." in name:
-        halves = [half.chunk(size) for half in tensor.chunk(2)]
-        return [torch.cat(parts) for parts in zip(*halves, strict=True)]
-    return list(tensor.chunk(size, dimension))
+    found = []
+    for index in range(size):
+        blocks = Part(tensor, tuple(tensor.shape), _of_rank(tensor.shape, cut, index, size))
+        found.append(torch.cat([blocks.view(piece) for piece in blocks.pieces], cut.dim))
+    return found
 
 
-def merge(name: str, parts: Sequence[torch.Tensor], *, swiglu: bool) -> torch.Tensor:
+def merge(config: ModelConfig, name: str, parts: Sequence[torch.Tensor]) -> torch.Tensor:
     """The whole tensor from the parts of all tensor-parallel ranks."""
-    dimension = cut_dimension(name)
-    if len(parts) == 1 or dimension is None:
+    cut, size = cut_of(config, name), len(parts)
+    if size == 1 or cut is None:
         return parts[0]
-    if swiglu and "linear_fc1." in name:
-        halves = [part.chunk(2) for part in parts]
-        return torch.cat([half[i] for i in (0, 1) for half in halves])
-    return torch.cat(list(parts), dimension)
+    whole = parts[0].new_empty(full_shape(parts[0].shape, cut, size))
+    for index, own in enumerate(parts):
+        there = Part(whole, tuple(whole.shape), _of_rank(whole.shape, cut, index, size))
+        here = Part(own, there.shape, pieces(whole.shape, cut, index, size))
+        for target, source in zip(there.pieces, here.pieces, strict=True):
+            there.view(target).copy_(here.view(source))
+    return whole
+
+
+def _of_rank(shape: Sequence[int], cut: Cut, index: int, size: int) -> tuple[Piece, ...]:
+    """Where the pieces of a rank lie in the full tensor."""
+    return tuple(replace(p, local=p.offsets) for p in pieces(shape, cut, index, size))
 
 
 def check_sizes(config: ModelConfig, tensor: int, pipeline: int) -> None:

@@ -204,15 +204,16 @@ def test_a_model_that_megatron_core_would_compute_otherwise_does_not_go_there(
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize("swiglu", [False, True])
 def test_tensors_split_over_ranks_merge_again(size: int, swiglu: bool) -> None:
-    for name, tensor in random_weights(replace(GPT, swiglu=swiglu)).tensors.items():
-        parts = split(name, tensor, size, swiglu=swiglu)
+    config = replace(GPT, swiglu=swiglu)
+    for name, tensor in random_weights(config).tensors.items():
+        parts = split(config, name, tensor, size)
         assert len(parts) == size
-        assert torch.equal(merge(name, parts, swiglu=swiglu), tensor)
+        assert torch.equal(merge(config, name, parts), tensor)
 
 
 def test_each_rank_has_a_share_of_gate_and_value() -> None:
     gate, value = torch.arange(4.0), torch.arange(4.0) + 10
-    parts = split("mlp.linear_fc1.bias", torch.cat([gate, value]), 2, swiglu=True)
+    parts = split(replace(GPT, swiglu=True), "mlp.linear_fc1.bias", torch.cat([gate, value]), 2)
     assert [part.tolist() for part in parts] == [[0, 1, 10, 11], [2, 3, 12, 13]]
 
 

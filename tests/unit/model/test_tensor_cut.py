@@ -9,7 +9,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_flex.checkpoint.conversion.shards import split
 from megatron_flex.model.blocks import build_shell
 from megatron_flex.model.config import ModelConfig
 from megatron_flex.model.tensor_cut import (
@@ -65,6 +64,20 @@ def test_the_pieces_of_all_ranks_are_the_whole(
         assert full_shape(tensor.shape, cut, size) == tuple(shape)
 
 
+def megatrons(name: str, tensor: torch.Tensor, size: int, *, swiglu: bool) -> list[torch.Tensor]:
+    """The parts of ``size`` ranks as Megatron-LM's converter makes them."""
+    columns = ("linear_qkv.weight", "linear_qkv.bias", "linear_fc1.weight", "linear_fc1.bias",
+               "word_embeddings.weight", "output_layer.weight", "output_layer.bias")  # fmt: skip
+    if swiglu and "linear_fc1." in name:
+        halves = [half.chunk(size) for half in tensor.chunk(2)]
+        return [torch.cat(parts) for parts in zip(*halves, strict=True)]
+    if name.endswith(columns):
+        return list(tensor.chunk(size, 0))
+    if name.endswith(("linear_proj.weight", "linear_fc2.weight")):
+        return list(tensor.chunk(size, 1))
+    return [tensor] * size
+
+
 @pytest.mark.parametrize("model", CONFIGS)
 @pytest.mark.parametrize("size", [2, 4])
 def test_it_is_megatrons_cut(model: str, size: int) -> None:
@@ -74,7 +87,7 @@ def test_it_is_megatrons_cut(model: str, size: int) -> None:
             for name, parameter in parameters.items():
                 full = torch.rand(parameter.shape)
                 cut = cut_of(config, name)
-                for index, part in enumerate(split(name, full, size, swiglu=config.swiglu)):
+                for index, part in enumerate(megatrons(name, full, size, swiglu=config.swiglu)):
                     assert own(full, cut, index, size).equal(part), name
 
 

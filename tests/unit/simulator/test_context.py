@@ -12,7 +12,7 @@ from megatron_flex.planner.plan import OPlan, Plan, Stage
 from megatron_flex.planner.presets import model
 from megatron_flex.planner.simulation import op_costs
 from megatron_flex.planner.ways import micro_batches
-from megatron_flex.simulator.context import ContextRunner, Ring, Shared, logical, shared
+from megatron_flex.simulator.context import ContextRunner, Ring, Shared, shared
 from megatron_flex.simulator.setting import Setting
 from megatron_flex.simulator.static import Variant
 
@@ -27,10 +27,10 @@ def _runner(degree: int) -> ContextRunner:
 
 
 def test_devices_of_a_server_become_one() -> None:
-    cluster = logical(load("a100x16"), 2)
+    cluster = load("a100x16").grouped(2)
     assert (cluster.world_size, cluster.devices_per_server, cluster.servers) == (8, 2, 4)
-    with pytest.raises(ClusterError, match="over 3 devices does not divide a server's 4"):
-        logical(load("a100x16"), 3)
+    with pytest.raises(ClusterError, match="of 3 devices do not divide a server's 4"):
+        load("a100x16").grouped(3)
 
 
 def test_each_device_has_its_part_of_every_sample() -> None:
