@@ -11,6 +11,7 @@ import faulthandler
 import gc
 import multiprocessing
 import os
+import pickle
 import random
 import signal
 import sys
@@ -105,7 +106,7 @@ class WorkerPool:
         name = f"{function.__module__}.{function.__qualname__}"
         for rank, worker in enumerate(self._workers[:world_size]):
             job = (rank, world_size, str(rendezvous), timeout, function, arguments, keywords)
-            worker.connection.send(job)
+            _send(worker.connection, job)
         answers = self._collect(world_size, name, timeout)
         rendezvous.unlink(missing_ok=True)
         failed = [rank for rank, answer in answers.items() if answer.kind]
@@ -172,7 +173,7 @@ class WorkerPool:
     def _answer(self, rank: int, name: str) -> _Answer:
         worker = self._workers[rank]
         try:
-            answer = worker.connection.recv()
+            answer = _receive(worker.connection)
             assert isinstance(answer, _Answer)
             return answer
         except (EOFError, ConnectionResetError):
@@ -198,6 +199,16 @@ class WorkerPool:
         return "\n".join(texts)
 
 
+def _send(connection: Connection, value: object) -> None:
+    # Not ``connection.send``: its pickler shares a tensor's memory, a descriptor for each, and what
+    # tests keep to compare with would have taken a thousand.
+    connection.send_bytes(pickle.dumps(value))
+
+
+def _receive(connection: Connection) -> Any:
+    return pickle.loads(connection.recv_bytes())
+
+
 def _serve(connection: Connection, log: str) -> None:
     """A worker's life: jobs until the pool closes the connection."""
     import ctypes
@@ -220,7 +231,7 @@ def _serve(connection: Connection, log: str) -> None:
     gc.freeze()
     while True:
         try:
-            job = connection.recv()
+            job = _receive(connection)
         except EOFError:
             return
         except Exception as error:  # a function or an argument that this process cannot import
@@ -228,10 +239,10 @@ def _serve(connection: Connection, log: str) -> None:
         else:
             answer = _run_job(*job)
         try:
-            connection.send(answer)
+            _send(connection, answer)
         except Exception as error:  # a result that cannot be pickled
             trace = traceback.format_exc()
-            connection.send(_Answer(time.monotonic(), None, type(error).__name__, trace))
+            _send(connection, _Answer(time.monotonic(), None, type(error).__name__, trace))
 
 
 def _run_job(
