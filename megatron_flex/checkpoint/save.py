@@ -134,7 +134,10 @@ def _agree(
             "common": digest_of(encoded[0]),
             "names": [name for name in tensors if name not in parts],
             "parts": {
-                name: {"shape": part.shape, "blocks": [(p.offsets, p.sizes) for p in part.pieces]}
+                name: {
+                    "shape": list(part.shape),  # the first rank's own comes as it is, not as JSON
+                    "blocks": [(p.offsets, p.sizes) for p in part.pieces],
+                }
                 for name, part in parts.items()
             },
         }
