@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import multiprocessing
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -10,8 +11,8 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from megatron_flex.checkpoint.conversion.legacy import write_legacy
-from megatron_flex.checkpoint.conversion.torch_dist import write_torch_dist
+from megatron_flex.checkpoint.conversion.legacy import read_legacy, write_legacy
+from megatron_flex.checkpoint.conversion.torch_dist import read_torch_dist, write_torch_dist
 from megatron_flex.checkpoint.conversion.weights import Weights
 from megatron_flex.model.config import ModelConfig
 from megatron_flex.model.megatron import transformer_config
@@ -47,12 +48,18 @@ def _model(config: ModelConfig) -> Any:
     )
 
 
-def _load_both(rank_files: str, distributed: str, config: ModelConfig) -> dict[str, torch.Tensor]:
-    """Load this rank's file and the distributed checkpoint; both must give the same weights."""
+def _load_both(
+    rank_files: str, distributed: str, config: ModelConfig, again: str
+) -> dict[str, torch.Tensor]:
+    """Load this rank's file and the distributed checkpoint; both must give the same weights.
+
+    And save them under ``again`` as megatron-core does, in both formats.
+    """
     from megatron.core import dist_checkpointing, parallel_state
 
     with (
         mock.patch.object(torch.cuda, "current_device", return_value="cpu"),
+        mock.patch.object(torch.cuda, "synchronize"),
         mock.patch.object(torch.Tensor, "cuda", lambda self: self),
     ):
         model = _model(config)
@@ -67,6 +74,16 @@ def _load_both(rank_files: str, distributed: str, config: ModelConfig) -> dict[s
             parameter.data.zero_()
         loaded = dist_checkpointing.load({"model": model.sharded_state_dict()}, distributed)
         model.load_state_dict(loaded["model"], strict=True)
+        own = Path(again) / "ranks" / "iter_0000005" / path.parent.name
+        own.mkdir(parents=True)
+        torch.save({**content, "model": model.state_dict_for_save_checkpoint()}, own / path.name)
+        folder = Path(again) / "distributed" / "iter_0000005"
+        folder.mkdir(parents=True, exist_ok=True)
+        states = {"model": model.sharded_state_dict(), "args": content["args"], "iteration": 5}
+        # It writes in processes of its own, which the pool's workers may not have.
+        process: Any = multiprocessing.current_process()
+        with mock.patch.dict(process._config, daemon=False):
+            dist_checkpointing.save(states, str(folder))
     for name, parameter in model.named_parameters():
         assert torch.equal(parameter, first[name]), (dist.get_rank(), name)
     assert any(parameter.any() for parameter in model.parameters())
@@ -90,7 +107,14 @@ def test_megatron_core_loads_both_formats_cut_two_by_two(
     for tied in (True, False):
         config = dataclasses.replace(GPT, untie_embeddings_and_output_weights=not tied)
         weights = random_weights(config)
-        parts = workers.run(4, _load_both, *_paths(weights, tmp_path / str(tied)), config)
+        again = tmp_path / str(tied) / "again"
+        paths = _paths(weights, tmp_path / str(tied))
+        parts = workers.run(4, _load_both, *paths, config, str(again))
+        for read, name in ((read_legacy, "ranks"), (read_torch_dist, "distributed")):
+            found = read(again / name, "GPT", iteration=5, true_vocab_size=config.vocab_size)
+            assert found.tensors.keys() == weights.tensors.keys(), name
+            for key, tensor in weights.tensors.items():
+                assert torch.equal(found.tensors[key], tensor), (name, key)
         embedding = weights.tensors["embedding.word_embeddings.weight"]
         output = embedding if tied else weights.tensors["output_layer.weight"]
         # Ranks 0 and 1 are the first stage, 2 and 3 the last.
