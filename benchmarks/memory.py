@@ -46,7 +46,8 @@ from megatron_flex.config.config import Config
 from megatron_flex.data.batches import BatchSource
 from megatron_flex.data.global_batch import GlobalBatch
 from megatron_flex.loop.assemble import Parts, assemble
-from megatron_flex.loop.iteration import cost_coefficients, run_cut
+from megatron_flex.loop.cutting import run_cut
+from megatron_flex.loop.iteration import cost_coefficients
 from megatron_flex.planner.build import Batch
 from megatron_flex.planner.limits import MARGIN, UNTAKEN
 from megatron_flex.planner.memory import boundary_bytes
@@ -150,7 +151,7 @@ class Chooser:
     def batch(self, batch: GlobalBatch) -> Batch:
         """The micro-batches of a batch."""
         coefficients = cost_coefficients(self._parts.model)
-        return Batch.of(run_cut(self._config, coefficients).micro_batches(batch))
+        return Batch.of(run_cut(self._config, coefficients, self._parts.model).micro_batches(batch))
 
     def planner(self, budget: float) -> Planner:
         """A planner for a budget in bytes."""

@@ -46,7 +46,8 @@ from megatron_flex.data.global_batch import GlobalBatch
 from megatron_flex.data.microbatch import MicroBatch, Slice
 from megatron_flex.data.packed import PackedBatch
 from megatron_flex.loop.assemble import assemble
-from megatron_flex.loop.iteration import cost_coefficients, run_cut
+from megatron_flex.loop.cutting import run_cut
+from megatron_flex.loop.iteration import cost_coefficients
 from megatron_flex.model.blocks import build_block, decays
 from megatron_flex.model.config import ModelConfig
 from megatron_flex.programs import build_program
@@ -199,7 +200,7 @@ def measure(arguments: argparse.Namespace) -> tuple[dict[str, list[Seconds]], li
     tokens: list[int] = []
     for number in range(arguments.iterations + 2):
         batch = source.batch(number * arguments.batch, arguments.batch)
-        parts = run_cut(config, coefficients).micro_batches(batch)
+        parts = run_cut(config, coefficients, model).micro_batches(batch)
         losses = {}
         names = list(arms)
         for name in names[number % len(names) :] + names[: number % len(names)]:

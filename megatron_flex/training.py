@@ -107,7 +107,8 @@ def pretrain(config: Config) -> None:
             parts = assemble(config)
             try:
                 check_attention(parts.model, world.device)
-                if not config.flexpipe.flexpipe:  # the planner judges batch by batch
+                if not (config.flexpipe.flexpipe or config.cut_by_batch):
+                    # Else the planner judges batch by batch.
                     longest, memory = config.data.max_sample_length, memory_of_worker(world.device)
                     check_memory(
                         parts.model, parts.plan, parts.train, longest, memory, tensor_of(config)
@@ -393,6 +394,7 @@ class Trainer:
                 grad_norm=result.grad_norm,
                 skipped=result.skipped,
                 tokens=batch.tokens,
+                padding=sum(m.tokens for m in micro_batches) - batch.tokens,
                 flops=flops,
                 finite=result.finite,
                 num_zeros=result.zeros,

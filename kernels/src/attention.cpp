@@ -57,6 +57,7 @@ struct Attention {
   void *dq, *dk, *dv;
   float* lse;              // [heads, tokens]
   const int64_t* offsets;  // [samples + 1]
+  const int64_t* counted;  // [samples] keys that are no padding; null: all
   int64_t samples, tokens, heads, groups, depth;
   int64_t query_stride, key_stride, value_stride;                 // elements from token to token
   int64_t query_head_stride, key_head_stride, value_head_stride;  // from head to head
@@ -103,6 +104,10 @@ struct Attention {
   }
   // The slice of a cut sample.
   bool cut(int64_t sample) const { return prefix_k != nullptr && sample == 0; }
+  // Of a sample's keys those before its padding.
+  int64_t keys(int64_t sample, int64_t length) const {
+    return counted == nullptr ? length : counted[sample];
+  }
   // Tokens whose keys a sample's queries attend to.
   int64_t length(int64_t sample) const {
     return offsets[sample + 1] - offsets[sample] + (cut(sample) ? prefix_start : 0);
@@ -212,6 +217,7 @@ struct mflex_attention {
   const void* grad_output;          // as output; null in the forward pass, so are the next three
   void *grad_query, *grad_key, *grad_value;  // contiguous
   const int64_t* offsets;                    // [samples + 1], first token of each sample
+  const int64_t* counted;                    // [samples] keys before the padding; null: no padding
   const float *cosine, *sine;                // [tokens, rotary_half]; null without rotary embedding
   const int64_t* token_keys;                 // [tokens]; null without dropout
   const uint64_t* sites;                     // [heads] key of each head's probabilities
@@ -248,6 +254,7 @@ MFLEX_API int32_t mflex_attention_run(const mflex_attention* a) {
   p.dv = a->grad_value;
   p.lse = a->lse;
   p.offsets = a->offsets;
+  p.counted = a->counted;
   p.samples = a->samples;
   p.tokens = a->tokens;
   p.heads = a->heads;

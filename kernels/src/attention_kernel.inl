@@ -156,11 +156,18 @@ MFLEX_INLINE int64_t visible(const Attention& p, int64_t query_end, int64_t firs
   return count < 0 ? 0 : count > kKeys ? kKeys : count;
 }
 
+// Those of them that are no padding: the others' scores are computed, and nothing attends to them.
+MFLEX_INLINE int64_t real(int64_t seen, int64_t first, int64_t counted) {
+  const int64_t left = counted - first;
+  return left >= seen ? seen : left < 0 ? 0 : left;
+}
+
 // One kv group of one sample: all query heads of the group, block by block (online softmax).
 template <typename T>
 void forward(const Attention& p, int64_t sample, int64_t group, float* scratch) {
   const Part<T> part(p, sample, group);
   const int64_t begin = part.begin, count = part.count, start = part.start, length = part.length;
+  const int64_t counted = p.keys(sample, length);
   const int64_t depth = p.depth, width = padded(depth);
   float* keys = scratch;                     // [depth, kKeys]
   float* values = keys + kKeys * depth;      // [kKeys, width]
@@ -187,7 +194,7 @@ void forward(const Attention& p, int64_t sample, int64_t group, float* scratch) 
                  false);
         for (int64_t i = 0; i < rows; ++i) {
           float* row = scores + i * kKeys;
-          const int64_t valid = visible(p, start + q0 + i + 1, k0, length);
+          const int64_t valid = real(visible(p, start + q0 + i + 1, k0, length), k0, counted);
           for (int64_t c = valid; c < span; ++c) row[c] = -INFINITY;
           Vec top = Vec{} - INFINITY;
           for (int64_t c = 0; c < span; c += kLanes) top = at(row + c) > top ? at(row + c) : top;
@@ -228,6 +235,7 @@ template <typename T>
 void backward(const Attention& p, int64_t sample, int64_t group, float* scratch) {
   const Part<T> part(p, sample, group);
   const int64_t begin = part.begin, count = part.count, start = part.start, length = part.length;
+  const int64_t counted = p.keys(sample, length);
   const int64_t depth = p.depth, width = padded(depth);
   float* keys_t = scratch;                   // [depth, kKeys]
   float* values_t = keys_t + kKeys * depth;  // [depth, kKeys]
@@ -277,7 +285,7 @@ void backward(const Attention& p, int64_t sample, int64_t group, float* scratch)
                  false);
         for (int64_t i = 0; i < rows; ++i) {
           float *row = scores + i * kKeys, *slope = slopes + i * kKeys;
-          const int64_t valid = visible(p, start + q0 + i + 1, k0, length);
+          const int64_t valid = real(visible(p, start + q0 + i + 1, k0, length), k0, counted);
           const float shift = p.lse[head * p.tokens + begin + q0 + i], less = delta[q0 + i];
           for (int64_t c = valid; c < span; ++c) row[c] = -INFINITY;
           if (p.token_keys != nullptr) {

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from megatron_flex.config.checkpoint import CheckpointOptions
 from megatron_flex.config.data import DataOptions
 from megatron_flex.config.evaluation import EvaluationOptions
-from megatron_flex.config.flexpipe import V_SCHEDULES, FlexpipeOptions
+from megatron_flex.config.flexpipe import CHOSEN_BY_BATCH, V_SCHEDULES, FlexpipeOptions
 from megatron_flex.config.learning_rate import LearningRateOptions
 from megatron_flex.config.logging import LoggingOptions
 from megatron_flex.config.model import ModelOptions
@@ -135,6 +135,11 @@ class Config:
         if f.flexpipe:
             return "auto"
         return "interleaved" if p.virtual_stages(self.model.num_layers) > 1 else "1f1b"
+
+    @property
+    def cut_by_batch(self) -> bool:
+        """Whether the planner's process says how each batch is cut, on a plan that stays."""
+        return self.flexpipe.flexpipe_batching in CHOSEN_BY_BATCH
 
     @property
     def stages_per_worker(self) -> int:

@@ -8,6 +8,7 @@ from typing import Any
 
 from megatron_flex.batch_size import BatchSizeSchedule
 from megatron_flex.config.checkpoint import SAVE_INTERVAL
+from megatron_flex.config.flexpipe import BASELINES
 
 MODEL_FIELDS = (
     "num_layers",
@@ -65,6 +66,7 @@ def derive(values: dict[str, Any], world_size: int) -> list[str]:
         What could not be derived, each with the flag to give.
     """
     problems: list[str] = []
+    _derive_baseline(values)
     _derive_model(values, problems)
     _derive_paths(values, problems)
     _derive_tokenizer(values, problems)
@@ -72,6 +74,15 @@ def derive(values: dict[str, Any], world_size: int) -> list[str]:
     if values.get("save"):
         values.setdefault("save_interval", SAVE_INTERVAL)
     return problems
+
+
+def _derive_baseline(v: dict[str, Any]) -> None:
+    """What another system does."""
+    if v.get("flexpipe_baseline") is not None:
+        batching, schedule = BASELINES[v["flexpipe_baseline"]]
+        v.setdefault("flexpipe_batching", batching)
+        if schedule is not None:
+            v.setdefault("flexpipe_schedule", schedule)
 
 
 def _derive_model(v: dict[str, Any], problems: list[str]) -> None:
@@ -143,6 +154,7 @@ def _derive_batches(v: dict[str, Any], world_size: int, problems: list[str]) -> 
     recorded = v.get("flexpipe_plans") or "cut " in (v.get("flexpipe_plan") or "")
     sliced = v.get("flexpipe_slice_tokens", "auto") not in ("auto", "0")
     planned = ((v.get("flexpipe") and not bitwise) or recorded or sliced) and size is None
+    planned = planned or v.get("flexpipe_batching") == "dynapipe"
     if (size is None) == (tokens is None) and not planned:
         problems.append(
             "give either --micro-batch-tokens, which packs samples without padding, or"

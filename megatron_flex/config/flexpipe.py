@@ -20,6 +20,32 @@ Schedule = Literal[
     "v-min",
     "zb",
 ]
+Batching = Literal["auto", "pack", "slices", "pad", "pad-batch", "pad-all", "bucket", "dynapipe"]
+PADDED = ("pad", "pad-batch", "pad-all", "bucket", "dynapipe")
+"""Ways of batching that pad samples."""
+CHOSEN_BY_BATCH = ("bucket", "dynapipe")
+"""Those with several ways of cutting a batch, of which the planner's process chooses one."""
+Baseline = Literal[
+    "megatron-pad",
+    "megatron-pad-all",
+    "zero-bubble-pad",
+    "packed-1f1b",
+    "packed-zero-bubble",
+    "bucket",
+    "dynapipe",
+    "seq1f1b",
+]
+BASELINES: dict[str, tuple[Batching, Schedule | None]] = {
+    "megatron-pad": ("pad-batch", None),
+    "megatron-pad-all": ("pad-all", None),
+    "zero-bubble-pad": ("pad-batch", "zb-h1"),
+    "packed-1f1b": ("pack", None),
+    "packed-zero-bubble": ("pack", "zb-h1"),
+    "bucket": ("bucket", "1f1b"),
+    "dynapipe": ("dynapipe", "1f1b"),
+    "seq1f1b": ("slices", "seq1f1b"),
+}
+"""What ``--flexpipe-baseline`` stands for where other flags don't say it: batching and schedule."""
 V_SCHEDULES = ("zb-v", "v-half", "v-min")
 """Schedules of a static plan with two stages a worker, in a V."""
 
@@ -51,11 +77,25 @@ class FlexpipeOptions:
     --flexpipe-bitwise, GPT's samples are cut to slices that cost as much as other micro-batches do:
     as a sample of --micro-batch-tokens, or without that flag as suits the iteration; else never."""
 
-    flexpipe_planner: Literal["lookahead", "hbsa", "exhaustive", "static"] = option(
+    flexpipe_batching: Batching = option("auto", own=True)
+    """How a batch is cut to micro-batches. auto: as the flags of micro-batches and slices say.
+    pack: whole samples, packed without padding. slices: long samples of a GPT in slices, all
+    micro-batches as dear as a sample of --micro-batch-tokens. pad: --micro-batch-size samples each,
+    padded to the longest of them, as without packing; pad-batch: to the longest of the batch;
+    pad-all: to --seq-length. bucket: samples of like length together, padded, up to
+    --micro-batch-tokens computed tokens. dynapipe: sorted samples in runs, padded, which take least
+    time by DynaPipe's dynamic programming, within the memory of a worker."""
+
+    flexpipe_baseline: Baseline | None = option(None, own=True)
+    """Train as another system does, on the plan of the other flags, for comparison: sets
+    --flexpipe-batching and --flexpipe-schedule where they are not given (docs/simulator.md)."""
+
+    flexpipe_planner: Literal["lookahead", "hbsa", "exhaustive", "static", "given"] = option(
         "lookahead", own=True
     )
     """Who plans: the best sequence over the coming batches; the paper's algorithm; every layout
-    (for a few workers and layers); or the best single layout, which then stays."""
+    (for a few workers and layers); the best single layout, which then stays; or given, the layout
+    of the other flags, for which only the cut of each batch is chosen, and what is recomputed."""
 
     flexpipe_lookahead: int = option(4, own=True, at_least=1, at_most=1000)
     """Coming batches that are planned together; with --flexpipe-planner static, the batches that

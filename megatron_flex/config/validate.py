@@ -13,7 +13,7 @@ from megatron_flex.cluster.cluster import load as load_cluster
 from megatron_flex.cluster.profile import Profile
 from megatron_flex.config.config import Config, flag_of
 from megatron_flex.config.data import DataOptions
-from megatron_flex.config.flexpipe import V_SCHEDULES
+from megatron_flex.config.flexpipe import CHOSEN_BY_BATCH, PADDED, V_SCHEDULES
 from megatron_flex.config.tokenizer import NEEDS
 from megatron_flex.data.paths import (
     Split,
@@ -430,10 +430,12 @@ def _recompute(config: Config) -> Problems:
     chosen = [flag_of(n) for n in sorted(given) if n.startswith("recompute_")]
     if not chosen:
         return
-    if f.flexpipe or f.flexpipe_plans is not None:
-        if f.flexpipe:
+    chosen_by_batch = config.cut_by_batch
+    if f.flexpipe or f.flexpipe_plans is not None or chosen_by_batch:
+        if f.flexpipe or chosen_by_batch:
+            flag = f"--flexpipe-batching {f.flexpipe_batching}" if chosen_by_batch else "--flexpipe"
             yield (
-                f"{', '.join(chosen)}: with --flexpipe the planner chooses what is recomputed,"
+                f"{', '.join(chosen)}: with {flag} the planner chooses what is recomputed,"
                 " within --flexpipe-memory-budget-gb; remove it"
             )
         else:
@@ -478,6 +480,35 @@ def _slices(config: Config) -> Problems:
             f"--flexpipe-slice-tokens {given}: BERT looks at all tokens of a sample at once, so its"
             " samples cannot be cut: leave the flag out"
         )
+
+
+def _batching(config: Config) -> Problems:
+    f, given, how = config.flexpipe, config.given, config.flexpipe.flexpipe_batching
+    flag = f"--flexpipe-batching {how}"
+    if f.flexpipe_baseline is not None:
+        if "flexpipe_batching" not in given:
+            flag = f"--flexpipe-baseline {f.flexpipe_baseline}"
+        for name in ("flexpipe", "flexpipe_plans"):
+            if name in given:
+                yield f"--flexpipe-baseline keeps one plan: remove it, or {flag_of(name)}"
+    size, tokens = config.training.micro_batch_size, config.data.micro_batch_tokens
+    if how in ("pad", "pad-batch", "pad-all") and size is None:
+        yield f"{flag} takes --micro-batch-size samples to a micro-batch: give that"
+    if how in ("bucket", "slices") and (tokens is None and not (how == "slices" and f.flexpipe)):
+        yield f"{flag} needs --micro-batch-tokens, the size of a micro-batch"
+    if how == "dynapipe" and (size is not None or tokens is not None):
+        yield (
+            f"{flag} chooses the size of every micro-batch: remove --micro-batch-size and"
+            " --micro-batch-tokens"
+        )
+    if how in (*PADDED, "pack") and f.flexpipe_slice_tokens not in ("auto", "0"):
+        yield f"{flag} keeps samples whole: remove --flexpipe-slice-tokens"
+    if how == "slices" and config.architecture == "bert":
+        yield f"{flag}: BERT looks at all tokens of a sample at once, so none can be cut"
+    if how in CHOSEN_BY_BATCH:
+        changing = [n for n in ("flexpipe", "flexpipe_plans", "flexpipe_bitwise") if n in given]
+        for name in changing:
+            yield f"{flag} is for one plan that stays, and {flag_of(name)} is not: remove one"
 
 
 def _switching(config: Config) -> Problems:
@@ -577,6 +608,7 @@ _CHECKS: tuple[Callable[[Config], Problems], ...] = (
     _parallel,
     _recompute,
     _slices,
+    _batching,
     _switching,
     _files,
 )

@@ -86,7 +86,7 @@ class BatchSource:
                 for w, i, s in zip(which.tolist(), index.tolist(), slices, strict=True)
             ]
         order = [row.sentence_order for row in rows if row.sentence_order is not None]
-        return PackedBatch(
+        packed = PackedBatch(
             lengths=tuple(s.tokens for s in slices),
             samples=tuple(s.sample for s in slices),
             starts=tuple(s.start for s in slices),
@@ -97,6 +97,7 @@ class BatchSource:
             token_types=_join([row.token_types for row in rows]),
             sentence_order=torch.tensor(order, dtype=torch.int64) if order else None,
         )
+        return packed.padded(micro_batch.padded) if micro_batch.padded else packed
 
 
 def _join(parts: Sequence[np.ndarray | None]) -> torch.Tensor | None:

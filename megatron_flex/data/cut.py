@@ -9,19 +9,27 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
+from megatron_flex.data.dynapipe import DEFAULT_WAY, DynaPipe
 from megatron_flex.data.errors import DataError
 from megatron_flex.data.global_batch import GlobalBatch
 from megatron_flex.data.microbatch import MicroBatch, Slice
 from megatron_flex.data.microbatches import CostCoefficients, cut_by_count, cut_by_tokens
+from megatron_flex.data.padding import ORDERS, pad_by_bucket, pad_by_count
 from megatron_flex.data.slices import slices_of_cost, slices_of_tokens
 
 DEFAULT_TARGET = 4096
 """Where neither flags nor a plan say how to cut: evaluations before the first plan, for example."""
+PADS = ("micro-batch", "batch", "bucket", "dynapipe")
+"""Samples of a micro-batch are padded to the longest of it, or of the whole batch, in their order;
+samples of like length are together, up to a number of computed tokens, or as DynaPipe chooses."""
+BY_WAY = ("bucket", "dynapipe")
+"""Those that have several ways of cutting a batch, of which a plan says one."""
 _TRIES = 4  # numbers of micro-batches tried with all open from the start, before more are opened
 
 Chains = tuple[tuple[int, ...], ...]
@@ -39,6 +47,9 @@ class Cut:
         by_cost: micro-batches have equal costs, and a plan may name another target.
         sliced: samples that cost more than the target are cut.
         cost: what samples cost.
+        pad: samples are padded, by one of :data:`PADS`; empty: they are not.
+        pad_to: the least that they are padded to; with ``batch`` only.
+        dynapipe: the plan that ``dynapipe`` cuts for.
     """
 
     tokens: int | None = None
@@ -47,17 +58,41 @@ class Cut:
     by_cost: bool = False
     sliced: bool = False
     cost: CostCoefficients = field(default_factory=CostCoefficients)
+    pad: str = ""
+    pad_to: int = 0
+    dynapipe: DynaPipe | None = None
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Cut:
+        """Read the form of ``dataclasses.asdict``."""
+        given = dict(data)
+        given["cost"] = CostCoefficients(**data["cost"])
+        if data.get("dynapipe") is not None:
+            given["dynapipe"] = DynaPipe.from_json(data["dynapipe"])
+        return cls(**given)
 
     @property
     def open(self) -> bool:
         """Whether the plan says how to cut."""
-        return self.by_cost and self.tokens is None
+        return (self.by_cost and self.tokens is None) or self.pad in BY_WAY
 
     def target(self, planned: int = 0) -> int:
-        """What a batch is cut by under a plan that says ``planned``; 0: not by cost."""
+        """What a batch is cut by under a plan that says ``planned``; 0: not by cost.
+
+        Of :data:`BY_WAY` the number of one of :meth:`ways`.
+        """
+        if self.pad in BY_WAY:
+            return planned or DEFAULT_WAY
         if not self.by_cost:
             return planned
         return self.tokens or planned or DEFAULT_TARGET
+
+    def ways(self, batch: GlobalBatch) -> list[int]:
+        """Of :data:`BY_WAY`: the numbers that a plan may say for a batch."""
+        if self.pad == "dynapipe":
+            assert self.dynapipe is not None
+            return self.dynapipe.ways(batch)
+        return list(range(1, 1 + len(ORDERS)))
 
     def micro_batches(self, batch: GlobalBatch, target: int = 0) -> tuple[MicroBatch, ...]:
         """The micro-batches of a batch, the same everywhere.
@@ -65,11 +100,27 @@ class Cut:
         Args:
             target: what the plan says, in tokens of a sample that costs as much; 0: nothing.
         """
+        if self.pad:
+            return self._padded(batch, target)
         if self.by_cost or target:
             return cut_by_cost(batch, self.target(target), self.cost, sliced=self.sliced)
         if self.slice_tokens:
             return self._in_slices(batch)
         return self._whole(batch)
+
+    def _padded(self, batch: GlobalBatch, target: int) -> tuple[MicroBatch, ...]:
+        if self.pad == "dynapipe":
+            assert self.dynapipe is not None
+            return self.dynapipe.micro_batches(batch, self.target(target))
+        if self.pad == "bucket":
+            if self.tokens is None:
+                raise DataError("samples of like length need --micro-batch-tokens")
+            order = (self.target(target) - 1) % len(ORDERS)
+            return pad_by_bucket(batch, self.tokens, order)
+        if self.count is None:
+            raise DataError("padded samples need --micro-batch-size")
+        alike = self.pad == "batch"
+        return pad_by_count(batch, self.count, self.pad_to if alike else 0, alike=alike)
 
     def _whole(self, batch: GlobalBatch) -> tuple[MicroBatch, ...]:
         if self.tokens is not None:

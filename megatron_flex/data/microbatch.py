@@ -44,17 +44,25 @@ class Slice:
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """Slices packed one after the other, without padding."""
+    """Slices packed one after the other, without padding.
+
+    With ``padded`` they are whole samples, each computed as so many tokens.
+    """
 
     slices: tuple[Slice, ...]
+    padded: int = 0
 
     def __post_init__(self) -> None:
         if not self.slices:
             raise ValueError("a micro-batch needs at least one slice")
+        if self.padded and any(not s.whole or s.tokens > self.padded for s in self.slices):
+            raise ValueError(f"whole samples of at most {self.padded} tokens are padded to that")
 
     @property
     def tokens(self) -> int:
         """Number of tokens: the first dimension of every activation of this micro-batch."""
+        if self.padded:
+            return self.padded * len(self.slices)
         return sum(s.tokens for s in self.slices)
 
     @property
@@ -70,4 +78,6 @@ class MicroBatch:
         For whole samples this is the sum of the squared lengths. A slice attends to all earlier
         tokens of its sample, hence the difference of squares; a causal mask halves both alike.
         """
+        if self.padded:
+            return self.padded * self.padded * len(self.slices)
         return sum(s.stop * s.stop - s.start * s.start for s in self.slices)

@@ -1,4 +1,7 @@
-"""The tensors of one micro-batch, packed without padding (THD with a batch dimension of one)."""
+"""The tensors of one micro-batch, packed without padding (THD with a batch dimension of one).
+
+Where samples are padded, their padding is part of them: each is as long as all others.
+"""
 
 from __future__ import annotations
 
@@ -39,6 +42,8 @@ class PackedBatch:
         totals: tokens of each slice's whole sample; by default each slice is the last of its own.
         prefixes: what the run keeps of samples that are cut (``model/prefix.py``); without it cut
             samples are refused.
+        counted: tokens of each sample before its padding; empty: there is none. Padding has no loss
+            and is nothing that a token attends to.
     """
 
     lengths: tuple[int, ...]
@@ -51,11 +56,40 @@ class PackedBatch:
     sentence_order: torch.Tensor | None = None
     totals: tuple[int, ...] = ()
     prefixes: object | None = None
+    counted: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.totals:
             ends = tuple(s + n for s, n in zip(self.starts, self.lengths, strict=True))
             object.__setattr__(self, "totals", ends)
+
+    def padded(self, length: int) -> PackedBatch:
+        """The same with each of its whole samples padded to ``length`` tokens.
+
+        Padding is token 0 of segment 0 with label 0, and weighs nothing in the loss.
+        """
+        if not all(part.whole for part in self.slices) or max(self.lengths) > length:
+            raise ValueError(f"whole samples of at most {length} tokens are padded to that")
+        count = len(self.lengths)
+        real = torch.arange(length) < torch.tensor(self.lengths)[:, None]
+
+        def pad(x: torch.Tensor | None) -> torch.Tensor | None:
+            if x is None:
+                return None
+            found = x.new_zeros(count, length)
+            found[real] = x
+            return found.flatten()
+
+        return replace(
+            self,
+            lengths=(length,) * count,
+            totals=(length,) * count,
+            tokens=pad(self.tokens),
+            labels=pad(self.labels),
+            loss_mask=pad(self.loss_mask),
+            token_types=pad(self.token_types),
+            counted=self.lengths,
+        )
 
     def to(self, device: torch.device) -> PackedBatch:
         """The same with all tensors on ``device``; itself where they are there already."""

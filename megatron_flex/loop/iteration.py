@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 from megatron_flex.config.config import Config
 from megatron_flex.data.batches import BatchSource
-from megatron_flex.data.cut import Cut
 from megatron_flex.data.global_batch import GlobalBatch
 from megatron_flex.data.microbatch import MicroBatch
 from megatron_flex.data.microbatches import CostCoefficients
+from megatron_flex.loop.cutting import run_cut
 from megatron_flex.loop.reader import Reader
 from megatron_flex.model.config import ModelConfig
 from megatron_flex.planner.flops import model_work, total_work
@@ -43,23 +43,6 @@ def tensor_of(config: Config) -> TensorParallel:
     return TensorParallel(p.tensor_model_parallel_size, p.sequence_parallel)
 
 
-def run_cut(config: Config, cost: CostCoefficients) -> Cut:
-    """How a run's batches are cut, by its flags."""
-    tokens, count = config.data.micro_batch_tokens, config.training.micro_batch_size
-    f = config.flexpipe
-    # Without either flag the plan says how: the planner's, or a recorded one. With exact sums all
-    # runs cut alike, planned or not: another cut has other bits.
-    flexible = count is None and (f.flexpipe or f.flexpipe_bitwise or tokens is None)
-    wanted = f.slice_tokens
-    if wanted is None:
-        # BERT looks at all tokens of a sample: it cannot be cut.
-        sliced = config.architecture == "gpt"
-        return Cut(tokens, count, 0, flexible and (sliced or tokens is None), sliced, cost)
-    if wanted and tokens is None and count is None:
-        tokens = wanted
-    return Cut(tokens, count, wanted, by_cost=flexible and tokens is None, cost=cost)
-
-
 @dataclass
 class Iterations:
     """Runs iterations; ``plan`` is the layout that the devices are in.
@@ -74,7 +57,8 @@ class Iterations:
 
     def __post_init__(self) -> None:
         self.last: tuple[Received, tuple[MicroBatch, ...]] | None = None
-        self._cut = run_cut(self.config, self.coefficients)
+        model = self.executor.holdings.config
+        self._cut = run_cut(self.config, self.coefficients, model)
         self._reader = Reader(self.config.data.num_workers)
         self._budget = self.config.flexpipe.memory_budget
 

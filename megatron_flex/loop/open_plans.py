@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from megatron_flex.config.config import Config
+from megatron_flex.config.flexpipe import PADDED
 from megatron_flex.loop.assemble import Parts
 from megatron_flex.loop.desk import Desk
 from megatron_flex.loop.lengths import Lengths
@@ -23,7 +24,7 @@ def open_plans(
 ) -> Plans:
     """The source of plans that the flags ask for; the run starts at ``iteration``."""
     model = parts.model
-    if config.flexpipe.flexpipe:
+    if config.flexpipe.flexpipe or config.cut_by_batch:
         assert lengths is not None, "a planner needs training data"
         return PlannedPlans(config, parts.plan, desk, lengths, iteration)
     path = config.flexpipe.flexpipe_plans
@@ -42,8 +43,10 @@ def _check_cut(config: Config, plan: Plan) -> None:
     """Raise ``PlanError`` if a plan says how its batch is cut, and a flag says otherwise."""
     tokens, size = config.data.micro_batch_tokens, config.training.micro_batch_size
     slices = config.flexpipe.slice_tokens
+    how = config.flexpipe.flexpipe_batching
     flag = (
-        f"--flexpipe-slice-tokens {slices}" if slices
+        f"--flexpipe-batching {how}" if how in PADDED
+        else f"--flexpipe-slice-tokens {slices}" if slices
         else f"--micro-batch-size {size}" if size
         else f"--micro-batch-tokens {tokens}" if tokens not in (None, plan.cut)
         else None

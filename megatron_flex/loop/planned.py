@@ -34,7 +34,7 @@ class PlannedPlans:
         self._desk = desk
         self._lengths = lengths
         self._first = iteration
-        self._window = config.flexpipe.flexpipe_lookahead
+        self._window = desk.setup.options.lookahead
         self._choice = Choice(static, reason="static")
         self._predicted: dict[int, float] = {}
         self._measured: deque[tuple[float, float]] = deque(maxlen=REMEMBERED)

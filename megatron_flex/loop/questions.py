@@ -18,7 +18,8 @@ from megatron_flex.config.option import options
 from megatron_flex.data.microbatch import MicroBatch
 from megatron_flex.data.microbatches import CostCoefficients
 from megatron_flex.loop.assemble import Parts, assemble
-from megatron_flex.loop.iteration import cost_coefficients, run_cut
+from megatron_flex.loop.cutting import run_cut
+from megatron_flex.loop.iteration import cost_coefficients
 from megatron_flex.loop.opening import data_lines, model_line, sizes
 from megatron_flex.loop.starting import source_arguments
 from megatron_flex.planner.ways import micro_batches
@@ -60,7 +61,7 @@ class Run:
 
     def micro_batches(self, lengths: Sequence[int]) -> tuple[MicroBatch, ...]:
         """Of samples of these lengths, as its flags cut them."""
-        return micro_batches(run_cut(self.config, self.coefficients), lengths)
+        return micro_batches(run_cut(self.config, self.coefficients, self.parts.model), lengths)
 
     def lines(self) -> list[str]:
         """The model and the data in words, as the run would begin with."""

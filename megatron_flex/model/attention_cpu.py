@@ -27,7 +27,7 @@ _LANES = 16  # rows of gradients in the store are a multiple of so many numbers
 
 _ADDRESSES = (
     "query", "key", "value", "output", "lse", "grad_output", "grad_query", "grad_key",
-    "grad_value", "offsets", "cosine", "sine", "token_keys", "sites",
+    "grad_value", "offsets", "counted", "cosine", "sine", "token_keys", "sites",
 )  # fmt: skip
 _SIZES = (
     "samples", "tokens", "heads", "groups", "depth", "query_stride", "key_stride", "value_stride",
@@ -81,11 +81,14 @@ def _run(
     """
     tokens, heads, depth = query.shape
     offsets, dropout = context.offsets_array, options.dropout
+    # A causal mask hides padding already: it comes after all that counts.
+    counted = None if options.causal else context.counted_array
     cosine, sine = context.rotary if options.rotary else (None, None)
     a = _Arguments(
         *(t.data_ptr() for t in (query, key, value, output, lse)),
         *((t.data_ptr() for t in grads) if grads else (None,) * 4),
         offsets.ctypes.data,
+        None if counted is None else counted.ctypes.data,
         None if cosine is None else cosine.data_ptr(),
         None if sine is None else sine.data_ptr(),
         context.token_keys.data_ptr() if dropout > 0.0 else None,

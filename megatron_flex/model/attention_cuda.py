@@ -193,6 +193,19 @@ def _attend_slice(
     return torch.cat((first, kernel(q, k, v, _spans_of_rest(context), options)))
 
 
+def attend_padded(
+    query: Tensor, key: Tensor, value: Tensor, context: PackedContext, options: AttentionOptions
+) -> Tensor:
+    """Padded samples that look both ways: one call for all, with a mask over the keys."""
+    count = len(context.lengths)
+    q, k, v = (t.unflatten(0, (count, -1)).transpose(1, 2) for t in (query, key, value))
+    out = torch.nn.functional.scaled_dot_product_attention(
+        q, k, v, attn_mask=context.key_mask, scale=options.scale,
+        enable_gqa=q.shape[1] != k.shape[1],
+    )  # fmt: skip
+    return out.transpose(1, 2).flatten(0, 1)
+
+
 def rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
     """Rotary embedding of ``[T, heads, d]`` by ``[T, rotary dimensions / 2]`` tables."""
     half = cosine.shape[1]
@@ -212,6 +225,8 @@ def attend(
         raise ValueError("attention dropout keyed by sample needs the CPU: see check_attention")
     if options.rotary:
         query, key = (rotate(x, *context.rotary) for x in (query, key))
+    if context.counted and not options.causal:
+        return attend_padded(query, key, value, context, options)
     kernel = attend_per_sample if query.dtype is torch.float32 else _varlen_kernel()
     if context.cut is not None:
         return _attend_slice(query, key, value, context, options, kernel)

@@ -26,12 +26,14 @@ class PackedContext:
 
     Attributes:
         lengths: tokens of each sample, as in the batch.
+        counted: those of them that are not padding; empty: all.
         offsets: first token of each sample, and T: ``len(lengths) + 1`` integers.
     """
 
     def __init__(self, batch: PackedBatch, config: ModelConfig, device: torch.device) -> None:
         # The batch itself is not kept: it holds this context, and a cycle would outlive both.
         self.lengths = batch.lengths
+        self.counted = batch.counted
         self.offsets = (0, *accumulate(batch.lengths))
         self.device = device
         self._samples = batch.samples
@@ -72,6 +74,18 @@ class PackedContext:
     def offsets_array(self) -> np.ndarray[Any, np.dtype[np.int64]]:
         """``offsets`` in host memory, for the native kernels."""
         return np.array(self.offsets, dtype=np.int64)
+
+    @cached_property
+    def counted_array(self) -> np.ndarray[Any, np.dtype[np.int64]] | None:
+        """``counted`` in host memory; ``None`` without padding."""
+        return np.array(self.counted, dtype=np.int64) if self.counted else None
+
+    @cached_property
+    def key_mask(self) -> torch.Tensor:
+        """``[samples, 1, 1, length]`` bool: which keys of padded samples are no padding."""
+        places = torch.arange(self.lengths[0], device=self.device)
+        counted = torch.tensor(self.counted, device=self.device)
+        return (places < counted[:, None])[:, None, None]
 
     @cached_property
     def positions(self) -> torch.Tensor:

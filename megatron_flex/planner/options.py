@@ -14,7 +14,7 @@ from megatron_flex.schedule.policies.policy import Shape
 AUTO = "auto"
 """The schedule that is the fastest that fits: a split backward, or a fused one where only that
 fits."""
-PlannerName = Literal["lookahead", "hbsa", "exhaustive", "static"]
+PlannerName = Literal["lookahead", "hbsa", "exhaustive", "static", "given"]
 TimeModel = Literal["pipeline", "paper"]
 
 
@@ -23,7 +23,7 @@ class PlannerOptions:
     """Choices of the planner; most have a flag of the trainer or of ``tools/plan.py``.
 
     Attributes:
-        planner: who decides.
+        planner: who decides; ``given``: the layout stays, and how each batch is cut is chosen.
         unit: stages are cut between blocks (halves of layers), or between whole layers.
         schedule: name of the schedule that executes a plan that names none: of
             ``megatron_flex/schedule``, or ``auto``.
@@ -33,6 +33,7 @@ class PlannerOptions:
         bounds: HBSA's bounds on layers and devices of a stage (the paper's ablation).
         lookahead: batches that are planned together; 1 is no look-ahead (ablation).
         margin: a switch must save at least this part of the iteration's time.
+        folds: plans in a V may be considered at all (ablation).
         shard_optimizer: optimizer state is split over the replicas of a stage.
         budget: bytes of a device that training may use; ``None``: what the cluster says.
         whole_budget: what that was before measured memory made it smaller; ``None``: the same.
@@ -60,6 +61,7 @@ class PlannerOptions:
     bounds: bool = True
     lookahead: int = 4
     margin: float = 0.02
+    folds: bool = True
     shard_optimizer: bool = False
     budget: int | None = None
     whole_budget: int | None = None
@@ -86,6 +88,10 @@ class PlannerOptions:
     @property
     def v(self) -> bool:
         """Whether plans in a V are considered: two stages on each group of devices."""
+        return self.folds and self._v
+
+    @property
+    def _v(self) -> bool:
         return self.schedule == AUTO or policy(self.schedule).placement in (Shape.V, Shape.ANY)
 
     @property

@@ -65,10 +65,11 @@ class Received:
 
 
 def digest(micro_batches: Sequence[MicroBatch]) -> str:
-    """Of the micro-batches that a batch was cut to: their slices, samples numbered from 0."""
+    """Of the micro-batches that a batch was cut to: their slices, samples numbered from 0, and
+    padding."""
     first = min(s.sample for m in micro_batches for s in m.slices)
     rows = [
-        (number, s.sample - first, s.start, s.stop, s.length)
+        (number, s.sample - first, s.start, s.stop, s.length, m.padded)
         for number, m in enumerate(micro_batches)
         for s in m.slices
     ]

@@ -30,12 +30,11 @@ from megatron_flex.cluster.cluster import Cluster
 from megatron_flex.cluster.cluster import parse as parse_cluster
 from megatron_flex.cluster.profile import Profile
 from megatron_flex.data.cut import Cut
-from megatron_flex.data.microbatches import CostCoefficients
 from megatron_flex.model.config import ModelConfig
 from megatron_flex.planner import frames
 from megatron_flex.planner.budget import budget_advice, smallest_budget
 from megatron_flex.planner.build import Batch
-from megatron_flex.planner.candidates import Finder
+from megatron_flex.planner.candidates import Candidate, Finder
 from megatron_flex.planner.closed_form import closed_form_profile, with_shared_layers
 from megatron_flex.planner.decision import Decision, Infeasible
 from megatron_flex.planner.exhaustive import exhaustive
@@ -89,8 +88,7 @@ class Setup:
         given = dict(data)
         given["model"] = ModelConfig(**data["model"])
         given["options"] = PlannerOptions(**data["options"])
-        cost = CostCoefficients(**data["cut"]["cost"])
-        given["cut"] = Cut(**{**data["cut"], "cost": cost})
+        given["cut"] = Cut.from_json(data["cut"])
         return cls(**given)
 
 
@@ -501,6 +499,8 @@ class Service:
                 self._pool, batches, running, found, count
             )
             return decision
+        if name == "given":
+            return self._given(finders[0], running)
         if name == "static":
             if self._best_static is None:
                 window = [[pricer.batch for pricer in finder.pricers] for finder in finders]
@@ -523,6 +523,20 @@ class Service:
         self._before = time.perf_counter() - began
         decision, self._pool = ahead.decide_in(prospect, finders, running, pool, count)
         return decision
+
+    def _given(self, finder: Finder, running: Running | None) -> Decision:
+        """The given layout, with the way of cutting the batch in which it is simulated fastest."""
+        best, least = finder.best_of(self._static, running, "static"), math.inf
+        for way, pricer in enumerate(finder.pricers):
+            price = pricer.price(self._static)
+            found = pricer.simulate(price, least) if price.fits else None
+            if found is not None and found.seconds < least:
+                change = finder.switch(running, self._static)
+                best, least = Candidate(price, way, change, "static"), found.seconds
+        best = self.planner.fitted(finder, best)
+        if not best.price.fits:
+            raise finder.infeasible(best.price)
+        return self.planner.choose(finder, [best], running, settled=best)
 
 
 def serve(questions: BinaryIO, answers: BinaryIO) -> None:

@@ -41,9 +41,15 @@ def ways(cut: Cut, lengths: Iterable[int], devices: int) -> list[Batch]:
 
 
 def targets(cut: Cut, lengths: tuple[int, ...], devices: int) -> list[int]:
-    """Targets to choose from, on a geometric grid; 0 where the flags say how to cut."""
+    """Targets to choose from, on a geometric grid; 0 where the flags say how to cut.
+
+    Numbers of ways where samples are padded.
+    """
     if not cut.open:
         return [0]
+    if cut.pad:
+        array = np.array(lengths, dtype=np.int64)
+        return cut.ways(GlobalBatch(0, array, (int(array.sum()),)))
     total = sum(map(cut.cost.of, lengths))
     found: dict[int, None] = {}
     for share in SHARES:

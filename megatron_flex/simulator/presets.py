@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from megatron_flex.data.cut import Cut
-from megatron_flex.simulator.batching import Batching, ByBucket, ByCount, ByCut, ByDynaPipe
+from megatron_flex.simulator.batching import Batching, ByCut, ByDynaPipe, by_bucket, by_count
 from megatron_flex.simulator.context import ContextRunner, Shared
 from megatron_flex.simulator.setting import Setting
 from megatron_flex.simulator.sources import Lengths
@@ -85,7 +85,7 @@ def _padded(*schedules: str, length: bool = False) -> Static:
 
     def runners(setting: Setting, sample: Sequence[Lengths]) -> list[Runner]:
         longest = max(map(max, sample)) if length else 0
-        rules = [ByCount(size, longest) for size in _sizes(sample)]
+        rules = [by_count(size, longest) for size in _sizes(sample)]
         return _runners(setting, schedules, rules)
 
     to = "the longest sample of all" if length else "the longest of the batch"
@@ -107,7 +107,7 @@ def _packed_zero_bubble(setting: Setting, sample: Sequence[Lengths]) -> list[Run
 
 
 def _bucket(setting: Setting, sample: Sequence[Lengths]) -> list[Runner]:
-    rules = [ByBucket(budget) for budget in budgets(sample)]
+    rules = [by_bucket(budget) for budget in budgets(sample)]
     return _runners(setting, ("1f1b",), rules)
 
 
@@ -167,7 +167,7 @@ def one_plan(setting: Setting, preset: Planned | None = None) -> Static:
     rule = ByCut(open_cut(setting, preset is None or preset.sliced), "cut as suits each batch")
     variant = Variant(
         schedule, rule, options.get("unit", "block"), even=False, adaptive=True, offload=True,
-        saves=options.get("memory_optimisation", True),
+        saves=options.get("memory_optimisation", True), folds=options.get("folds", True),
     )  # fmt: skip
     return Static("one plan with slices", lambda setting, sample: [Runner(setting, variant)])
 
@@ -197,6 +197,7 @@ PLANNED: dict[str, Planned] = {
     "no-o-plan": Planned("neither recompute nor offload", {"memory_optimisation": False}),
     "no-slices": Planned("whole samples", sliced=False),
     "fused-backward": Planned("no split backward", {"schedule": "1f1b"}),
+    "no-v": Planned("one stage on each group of devices", {"folds": False}),
     "whole-layers": Planned("stages are cut between whole layers", {"unit": "layer"}),
     "no-switches": Planned("the first plan stays where it fits", {"margin": 0.99}),
     "hbsa": Planned(

@@ -44,6 +44,7 @@ class Variant:
         adaptive: recompute is chosen for every batch.
         offload: state and activations may be on the host.
         saves: memory optimisation may be used at all.
+        folds: layouts in a V may be.
     """
 
     schedule: str
@@ -53,6 +54,7 @@ class Variant:
     adaptive: bool = False
     offload: bool = False
     saves: bool = True
+    folds: bool = True
 
 
 @dataclass(frozen=True)
@@ -90,7 +92,7 @@ class Runner:
         return setting.planner(
             schedule=v.schedule, unit=v.unit,
             offload_optimizer=v.offload, offload_activations=v.offload,
-            memory_optimisation=v.saves,
+            memory_optimisation=v.saves, folds=v.folds,
         )  # fmt: skip
 
     @property

@@ -99,7 +99,7 @@ def packed(config: ModelConfig, micro_batch: MicroBatch, masked: frozenset[int])
         segments = [np.arange(s.tokens) >= s.tokens // 2 for s in slices]
         types = torch.from_numpy(np.concatenate(segments).astype(np.int64))
         order = torch.tensor([-1 if s.sample in masked else int(s.sample % 3 == 0) for s in slices])
-    return PackedBatch(
+    found = PackedBatch(
         lengths=tuple(s.tokens for s in slices),
         samples=tuple(s.sample for s in slices),
         starts=tuple(s.start for s in slices),
@@ -110,6 +110,7 @@ def packed(config: ModelConfig, micro_batch: MicroBatch, masked: frozenset[int])
         token_types=types,
         sentence_order=order,
     )
+    return found.padded(micro_batch.padded) if micro_batch.padded else found
 
 
 def _targets(config: ModelConfig, sample: int, tokens: int) -> Any:

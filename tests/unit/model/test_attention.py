@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from megatron_flex.data.packed import PackedBatch
 from megatron_flex.model import attention_cpu
 from megatron_flex.model.attention import check_attention
-from megatron_flex.model.attention_cuda import attend_per_sample, rotate
+from megatron_flex.model.attention_cuda import attend_padded, attend_per_sample, rotate
 from megatron_flex.model.attention_options import AttentionOptions
 from megatron_flex.model.context import PackedContext, context_of
 from megatron_flex.model.keys import attention_site, keep_mask, site_key
@@ -218,6 +218,45 @@ def test_the_form_for_float32_on_cuda_equals_the_native_kernel(
         attention_cpu.attend(query, key, value, context, options),
         1e-6,
     )
+
+
+@given(
+    lengths=st.lists(st.integers(1, 200), min_size=1, max_size=4),
+    more=st.integers(0, 90),
+    share=st.integers(1, 2),
+    dropout=st.sampled_from([0.0, 0.3]),
+)
+@settings(max_examples=20, deadline=None)
+def test_nothing_attends_to_padding_where_tokens_look_both_ways(
+    lengths: list[int], more: int, share: int, dropout: float
+) -> None:
+    options = AttentionOptions(0, False, 0.3, dropout, False)
+    config, length = make_config(kv_channels=8), max(lengths) + more
+    batch = PackedBatch(tuple(lengths), tuple(range(len(lengths))), (0,) * len(lengths))
+    cpu = torch.device("cpu")
+    packed, padded = (context_of(b, config, cpu) for b in (batch, batch.padded(length)))
+    inputs = make_inputs([length] * len(lengths), 2 * share, 2, 8)
+    real = torch.cat([torch.arange(n) + length * i for i, n in enumerate(lengths)])
+    ours = [x.detach().requires_grad_() for x in inputs]
+    out = attention_cpu.attend(ours[0], ours[1], ours[2], padded, options)
+    alone = [x.detach()[real].requires_grad_() for x in inputs]
+    expected = attention_cpu.attend(alone[0], alone[1], alone[2], packed, options)
+    assert_close(out[real], expected, 1e-6)
+    weight = torch.zeros_like(out)
+    weight[real] = torch.randn_like(expected)
+    out.backward(weight)
+    expected.backward(weight[real])
+    for a, b in zip(ours, alone, strict=True):
+        assert a.grad is not None
+        assert b.grad is not None
+        assert_close(a.grad[real], b.grad, 1e-6)
+        others = a.grad.clone()
+        others[real] = 0.0
+        assert not others.any()
+    if not dropout:
+        query, key, value = inputs
+        again = attend_padded(query, key, value, padded, options)
+        assert_close(again[real], expected.detach(), 1e-5)
 
 
 def test_attention_dropout_on_cuda_is_refused_with_the_flag_to_change() -> None:

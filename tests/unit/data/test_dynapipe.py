@@ -4,18 +4,41 @@ from __future__ import annotations
 
 import itertools
 import math
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron_flex.data import dynapipe
+from megatron_flex.data.dynapipe import StageTime, least_time
 from megatron_flex.data.errors import DataError
-from megatron_flex.simulator import dynapipe
-from megatron_flex.simulator.dynapipe import StageTime, micro_batches
-from megatron_flex.simulator.padding import Padded
 
 SECONDS = StageTime(50.0, 1.0, 0.002)
+
+
+@dataclass(frozen=True)
+class Padded:
+    """A run: samples, and the tokens that each is computed as."""
+
+    count: int
+    length: int
+
+    @property
+    def tokens(self) -> int:
+        return self.count * self.length
+
+    @property
+    def squares(self) -> int:
+        return self.count * self.length**2
+
+
+def micro_batches(lengths: list[int], seconds: StageTime, **options: float) -> tuple[Padded, ...]:
+    """The runs that take least time."""
+    ascending = sorted(lengths)
+    cuts = least_time(ascending, seconds, **options)  # type: ignore[arg-type]
+    return tuple(Padded(b - a, ascending[b - 1]) for a, b in itertools.pairwise(cuts))
 
 
 def _score(parts: tuple[Padded, ...], seconds: StageTime, stages: int, replicas: int) -> float:

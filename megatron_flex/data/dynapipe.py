@@ -6,24 +6,36 @@ replicas, ``(p - 1) * max(t) + sum(t) / d`` over the micro-batches' times t on a
 on the largest t the least sum is found exactly; bounds are tried from the smallest on. Runs whose
 padded tokens exceed ``most_tokens`` are left out: they would not fit the memory that a stage has
 for one of the micro-batches in flight.
+
+The estimate takes replicas for balanced, and a pipeline for full; and the order of entry is open.
+So there are several ways of cutting a batch, of which a simulation of the plan says the best.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megatron_flex.data.errors import DataError
-from megatron_flex.simulator.padding import Padded
+from megatron_flex.data.global_batch import GlobalBatch
+from megatron_flex.data.microbatch import MicroBatch
+from megatron_flex.data.padding import ORDERS, pad_runs
 
 Floats = NDArray[np.float64]
 BOUNDS = 96
 """Bounds on the largest micro-batch that are tried, where there are more: on a geometric grid,
 about as fine as the 5 % that DynaPipe rounds times to."""
+ROUNDS = (0, 1, 2, 4)
+"""Runs that each replica gets at least, to choose among."""
+DEFAULT_WAY = 1 + ORDERS.index("tent")
+_WAYS = len(ROUNDS) * len(ORDERS)
 
 
 @dataclass(frozen=True)
@@ -40,16 +52,85 @@ class StageTime:
         return found
 
 
-def micro_batches(
-    lengths: Sequence[int],
+@dataclass(frozen=True)
+class Stage:
+    """The slowest stage of a plan: what a micro-batch takes, and tokens that it has room for."""
+
+    seconds: StageTime
+    most_tokens: float
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Stage:
+        """Read the form of ``dataclasses.asdict``."""
+        return cls(StageTime(**data["seconds"]), data["most_tokens"])
+
+
+@dataclass(frozen=True)
+class DynaPipe:
+    """DynaPipe's cut for one even plan.
+
+    Attributes:
+        stages, replicas: of the plan.
+        kept: its slowest stage; ``again``: the same where everything is recomputed, for batches
+            whose longest sample does not fit else.
+    """
+
+    stages: int
+    replicas: int
+    kept: Stage
+    again: Stage
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> DynaPipe:
+        """Read the form of ``dataclasses.asdict``."""
+        kept, again = Stage.from_json(data["kept"]), Stage.from_json(data["again"])
+        return cls(data["stages"], data["replicas"], kept, again)
+
+    def ways(self, batch: GlobalBatch) -> list[int]:
+        """Numbers of the ways of cutting a batch that differ."""
+        first = 1 if float(batch.lengths.max()) <= self.kept.most_tokens else 1 + _WAYS
+        found: dict[tuple[MicroBatch, ...], int] = {}
+        for way in range(first, first + _WAYS):
+            found.setdefault(self.micro_batches(batch, way), way)
+        return list(found.values())
+
+    def micro_batches(self, batch: GlobalBatch, way: int) -> tuple[MicroBatch, ...]:
+        """One way; a sample that is too long for a stage's memory is alone.
+
+        Raises:
+            DataError: there is no such way.
+        """
+        if not 1 <= way <= 2 * _WAYS:
+            raise DataError(f"a plan's cut by DynaPipe is 1 to {2 * _WAYS}, not {way}")
+        again, number = divmod(way - 1, _WAYS)
+        rounds, order = divmod(number, len(ORDERS))
+        stage = self.again if again else self.kept
+        lengths = tuple(np.sort(batch.lengths).tolist())
+        return pad_runs(batch, _runs(self, stage, ROUNDS[rounds], lengths), order)
+
+
+@lru_cache(maxsize=256)
+def _runs(plan: DynaPipe, stage: Stage, rounds: int, lengths: tuple[int, ...]) -> tuple[int, ...]:
+    return least_time(
+        lengths,
+        stage.seconds,
+        stages=plan.stages,
+        replicas=plan.replicas,
+        most_tokens=max(stage.most_tokens, lengths[-1]),
+        parts=rounds * plan.replicas,
+    )
+
+
+def least_time(
+    ascending: Sequence[int],
     seconds: StageTime,
     *,
     stages: int,
     replicas: int,
     most_tokens: float = np.inf,
     parts: float = 0.0,
-) -> tuple[Padded, ...]:
-    """The runs that take least time, from the shortest samples on.
+) -> tuple[int, ...]:
+    """Where to cut sorted samples to the runs that take least time: 0, ..., their number.
 
     Args:
         most_tokens: padded tokens of a run.
@@ -60,24 +141,24 @@ def micro_batches(
     Raises:
         DataError: a sample alone has more than ``most_tokens``.
     """
-    ascending = np.sort(np.asarray(lengths, dtype=np.float64))
-    count = len(ascending)
+    lengths = np.asarray(ascending, dtype=np.float64)
+    count = len(lengths)
     if count == 0:
         raise DataError("a batch needs at least one sample")
-    if ascending[-1] > most_tokens:
+    if lengths[-1] > most_tokens:
         raise DataError(
-            f"a sample of {ascending[-1]:.0f} tokens does not fit: at most {most_tokens:.0f} do"
+            f"a sample of {lengths[-1]:.0f} tokens does not fit: at most {most_tokens:.0f} do"
         )
     # times[i, j]: samples i to j as one micro-batch
     sizes = np.arange(count)[None, :] - np.arange(count)[:, None] + 1.0
-    tokens = sizes * ascending[None, :]
-    times = seconds.of(tokens, tokens * ascending[None, :])
+    tokens = sizes * lengths[None, :]
+    times = seconds.of(tokens, tokens * lengths[None, :])
     times = np.where((sizes < 1) | (tokens > most_tokens), np.inf, times)
     if parts:
         alone = np.diagonal(times)
         longest = max(float(alone.max()), float(alone.sum()) / parts)
         times = np.where(times > longest * (1 + 1e-12), np.inf, times)
-    best, cuts = np.inf, [0, count]
+    best, cuts = math.inf, [0, count]
     for bound in _bounds(times):
         if (stages - 1) * bound >= best:
             break
@@ -89,7 +170,7 @@ def micro_batches(
         score = (stages - 1) * largest + total / replicas
         if score < best:
             best, cuts = score, own
-    return tuple(Padded(b - a, int(ascending[b - 1])) for a, b in pairwise(cuts))
+    return tuple(cuts)
 
 
 def _bounds(times: Floats) -> Floats:
