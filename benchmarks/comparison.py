@@ -15,14 +15,35 @@ SAME = 1e-4
 
 @dataclass(frozen=True)
 class Row:
-    """A line of a table. ``data``: real or equal lengths; ``choices``: micro-batches to try."""
+    """A line of a table.
+
+    Attributes:
+        data: real or equal lengths.
+        flags: how batches are cut.
+        choices: micro-batches to try.
+        plans: one for each batch, where they differ.
+    """
 
     name: str
     data: str
     kind: str
     plan: str
-    slices: str = "0"
+    flags: str = "--flexpipe-slice-tokens 0"
     choices: tuple[int, ...] = (0,)
+    plans: tuple[str, ...] = ()
+
+    def plan_for(self, batch: int) -> str:
+        """The plan that a batch runs on."""
+        return self.plans[batch % len(self.plans)] if self.plans else self.plan
+
+    @property
+    def shown(self) -> str:
+        """The plan, or how many there are."""
+        if not self.plans:
+            return f"{self.plan} {self.flags.partition('--flexpipe-batching ')[2]}".rstrip()
+        layouts = dict.fromkeys(p.partition(" ;")[0] for p in self.plans)
+        each = " and ".join(layouts)
+        return each if len(layouts) < 3 else f"{len(layouts)} plans for {len(self.plans)} batches"
 
 
 @dataclass(frozen=True)
@@ -95,7 +116,7 @@ class Table:
 
     def print(self) -> None:
         """All rows."""
-        print(f"{'':14}{'tokens/s':>9}{'quartiles':>11}{'of 1f1b':>9}{'quartiles':>11}"
+        print(f"{'':17}{'tokens/s':>9}{'quartiles':>11}{'of 1f1b':>9}{'quartiles':>11}"
               f"{'at best':>9}{'simulated':>11}{'CPU ms':>8}  plan")  # fmt: skip
         for row in self.rows:
             turns = self.turns[row.name]
@@ -105,12 +126,12 @@ class Table:
             told = f"{self.simulated(row.name, '1f1b'):.3f}" if ours else ""
             layout, choice = row.plan.partition(" ;")[0], self.choices[row.name]
             plan = {
-                "ours": row.plan,
+                "ours": row.shown,
                 "pipelined": f"{layout}, {choice} micro-batches",
                 "replicated": f"{layout}, micro-batches of {choice} padded tokens",
             }[row.kind]
             print(
-                f"{row.name:14}{rate:9.0f}{f'{low:.0f}-{high:.0f}':>11}{ratio:9.3f}"
+                f"{row.name:17}{rate:9.0f}{f'{low:.0f}-{high:.0f}':>11}{ratio:9.3f}"
                 f"{f'{below:.2f}-{above:.2f}':>11}"
                 f"{self.at_best(row.name, '1f1b'):9.3f}{told:>11}"
                 f"{1e3 * median(t.work for t in turns):8.0f}  {plan}"

@@ -9,9 +9,11 @@ from megatron_flex.data.microbatch import MicroBatch
 from megatron_flex.loop.assemble import Parts
 from megatron_flex.loop.iteration import Iterations, cost_coefficients
 from megatron_flex.loop.setup import planner_setup
+from megatron_flex.planner.build import Batch
 from megatron_flex.planner.package import Received, unpack
 from megatron_flex.planner.plan import Plan
 from megatron_flex.planner.service import Service, Task
+from megatron_flex.planner.switching import switch
 from megatron_flex.runtime.executor import Executor, StepResult
 from megatron_flex.runtime.optimizer import StepSize
 
@@ -24,6 +26,14 @@ class Directed:
         self._coefficients = cost_coefficients(parts.model)
         self.iterations = Iterations(config, plan, executor, self._coefficients)
         self._services: dict[str, Service] = {}
+
+    def switch_seconds(self, batch: GlobalBatch, following: Plan) -> float:
+        """What the switch to ``following`` is simulated to take beside the iteration."""
+        now, planner = self.iterations.plan, self.service.planner
+        if following.keeps(now):
+            return 0.0
+        running = planner.running(now, Batch.of(self.iterations.cut(batch, now)))
+        return switch(planner.units, running, following).seconds
 
     @property
     def service(self) -> Service:

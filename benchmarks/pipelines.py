@@ -1,11 +1,14 @@
 """Ours against PyTorch's own ways on two real workers: real tokens a second of the same training.
 
-    python benchmarks/pipelines.py                    about 5 minutes on two idle cores
+    python benchmarks/pipelines.py                    about 10 minutes on two idle cores
     python benchmarks/pipelines.py --data runs/demo/data --lengths equal --cycles 15
+    python benchmarks/pipelines.py --seq-length 8192 --lengths real --batches 6 --cycles 12
 
 Two workers of one thread each train a GPT on the functions and classes of Python's standard
-library, tokenized as examples/demo.sh does it. Ours packs whole samples, or cuts long ones to
-slices, on fixed plans: the fastest by simulation, with costs that are measured first. PyTorch
+library, tokenized as examples/demo.sh does it. Ours are of three kinds, all chosen by simulation,
+with costs that are measured first: whole samples packed, or long ones in slices, on the fastest
+fixed plans; baselines (docs/simulator.md), each with the best layout and size of micro-batch for
+the very batches; and `flexpipe`, whose planner decides for every batch and switches. PyTorch
 trains a plain GPT with the same parameters and initial values: by torch.distributed.pipelining,
 where all samples of a batch are padded to its longest, and by DistributedDataParallel on sorted,
 padded micro-batches. Where its pipelines are cut is chosen by simulation too, its micro-batches by
@@ -50,15 +53,19 @@ from megatron_flex.data.bar import progress_bar, shown
 from megatron_flex.data.batches import BatchSource
 from megatron_flex.data.global_batch import GlobalBatch
 from megatron_flex.loop.assemble import Parts, assemble
+from megatron_flex.planner.plan import Plan
 from megatron_flex.profiling import Workbench, fit, grid, measure
 from megatron_flex.runtime.executor import Executor
 from megatron_flex.runtime.holdings import Holdings
 from megatron_flex.runtime.machine import machine_name
 from megatron_flex.runtime.optimizer import OptimizerConfig, StepSize
 from megatron_flex.runtime.world import World
+from tools.profile_layers import host_link, intra_link
 
 CPU = torch.device("cpu")
 STEP = StepSize(1e-4, 0.01)
+SLICED = "--flexpipe-slice-tokens auto"
+PLANNED = "--flexpipe --flexpipe-schedule zb"
 ALWAYS = ("1f1b", "zb-v")
 """Rows that the others are compared with."""
 PADDED = (512, 1024, 2048)
@@ -78,7 +85,9 @@ class Place:
         """What the model's parts cost."""
         return self.work / "profile.json"
 
-    def open(self, data: str, plan: str, slices: str = "0") -> tuple[Config, Parts]:
+    def open(
+        self, data: str, plan: str, flags: str = "--flexpipe-slice-tokens 0"
+    ) -> tuple[Config, Parts]:
         """Configuration, data and model of a row."""
         given = self.arguments
         prefix = self.data.prefix if data == "real" else self.work / "equal"
@@ -90,12 +99,13 @@ class Place:
             f" --tokenizer-model {self.data.tokenizer} --hidden-dropout 0 --attention-dropout 0"
             f" --untie-embeddings-and-output-weights --lr {STEP.learning_rate}"
             f" --global-batch-size {given.samples} --train-iters 1000 --distributed-backend gloo"
-            f" --flexpipe-slice-tokens {slices}"
+            f" {flags}"
         ).split()
         if self.profile.exists():
             words += ["--flexpipe-profile", str(self.profile)]
-        # Batches are cut as the plan says.
-        words += ["--flexpipe-plan", plan if "cut" in plan else f"{plan} ; cut {longest}"]
+        # Batches are cut as the plan says, or the flags.
+        given_by_plan = "cut" in plan or "batching" in flags
+        words += ["--flexpipe-plan", plan if given_by_plan else f"{plan} ; cut {longest}"]
         config = parse(words, world_size=2)
         return config, assemble(config)
 
@@ -116,8 +126,48 @@ class Place:
         _, parts = self.open("real", self.one_stage)
         bench, longest = Workbench(parts.model, CPU), self.arguments.seq_length
         shapes = grid([longest // 8, longest // 2, longest], [64, 256])
-        profile = fit(bench, measure(bench, shapes, 5), shapes, "benchmark", {})
+        link = intra_link(CPU)
+        links = {"host": host_link(CPU), **({} if link is None else {"intra": link})}
+        profile = fit(bench, measure(bench, shapes, 5), shapes, "benchmark", links)
         self.profile.write_text(profile.to_json())
+
+
+def baselines(place: Place, data: str, lengths: Sequence[tuple[int, ...]]) -> Iterator[Row]:
+    """Each with the layout and the micro-batches that are fastest by simulation."""
+    samples, longest = place.arguments.samples, max(map(max, lengths))
+    counts = [n for n in (1, 2, 3, 4, 6, 8, 12) if n < samples]
+    wanted = place.arguments.rows
+    for name, schedule in (("megatron-pad", "1f1b"), ("zero-bubble-pad", "zb-v")):
+        if wanted and name not in wanted:
+            continue
+        flags = [f"--flexpipe-batching pad-batch --micro-batch-size {n}" for n in counts]
+        yield _tuned(place, data, lengths, name, schedule, flags)
+    budgets = [tokens for tokens in (256, 512, 1024, 2048) if tokens <= 2 * longest]
+    flags = [f"--flexpipe-batching bucket --micro-batch-tokens {n}" for n in budgets]
+    for name, every in (("bucket", flags), ("dynapipe", ["--flexpipe-batching dynapipe"])):
+        if not wanted or name in wanted:
+            yield _tuned(place, data, lengths, name, "1f1b", every)
+
+
+def _tuned(
+    place: Place,
+    data: str,
+    lengths: Sequence[tuple[int, ...]],
+    name: str,
+    schedule: str,
+    every: Sequence[str],
+) -> Row:
+    found: list[tuple[float, Row]] = []
+    for flags in every:
+        chooser = Chooser(*place.open(data, place.one_stage, flags), lengths)
+        if "bucket" in flags or "dynapipe" in flags:
+            for layout in chooser.layouts:
+                seconds, plans = chooser.by_batch(f"{layout} ; schedule {schedule}")
+                found.append((seconds, Row(name, data, "ours", plans[0], flags, plans=plans)))
+        else:
+            seconds, plan = chooser.fastest_layout(schedule, v=schedule == "zb-v")
+            found.append((seconds, Row(name, data, "ours", plan, flags)))
+    return min(found, key=lambda one: one[0])[1]
 
 
 def rows_of(place: Place) -> list[Row]:
@@ -137,9 +187,13 @@ def rows_of(place: Place) -> list[Row]:
             Row("zb", data, "ours", chooser.best([other(plan, "zb") for plan in (straight, v)])),
         ]
         if data == "real":
-            sliced = Chooser(*place.open(data, place.one_stage, "auto"), lengths)
+            sliced = Chooser(*place.open(data, place.one_stage, SLICED), lengths)
             plans = [other(plan, "zb", target) for plan in (straight, v) for target in TARGETS]
-            rows.append(Row("slices", data, "ours", sliced.best(plans), "auto"))
+            rows.append(Row("slices", data, "ours", sliced.best(plans), SLICED))
+            rows += baselines(place, data, lengths)
+            planner = Chooser(*place.open(data, straight, PLANNED), lengths)
+            each = planner.planned(place.arguments.simulations)
+            rows.append(Row("flexpipe", data, "ours", each[0], PLANNED, plans=each))
         padded = Chooser(config, parts, [(max(of_one),) * samples for of_one in lengths])
         for name, schedule in (("PyTorch 1F1B", "1f1b"), ("PyTorch ZBV", "zb-v")):
             plan = padded.of_whole_layers(schedule, v=schedule == "zb-v")
@@ -159,11 +213,13 @@ class Runner:
 
     def __init__(self, place: Place, row: Row, world: World) -> None:
         self.row, self._rank = row, world.rank
-        config, parts = place.open(row.data, row.plan, row.slices)
+        config, parts = place.open(row.data, row.plan, row.flags)
         assert parts.train is not None
         self._source: BatchSource = parts.train
         self.batches = place.batches(parts)
         self.choice = row.choices[0]
+        self._turns = turns_of(row, place.arguments.batches, place.arguments.cycles)
+        self._done = 0
         model, plan = parts.model, parts.plan
         if row.kind == "ours":
             executor = Executor(world, Holdings(model, plan, world.rank, CPU), OptimizerConfig())
@@ -177,16 +233,20 @@ class Runner:
         """What an iteration on batch ``number`` is; making programs and reading are done here."""
         batch, source = self.batches[number], self._source
         tokens = batch.denominators[0]
+        assert self._turns[self._done] == number, "turns are in the order of turns_of"
+        self._done += 1
         if self.row.kind == "ours":
-            plan = self._ours.iterations.plan
-            told, cut = self._ours.told(batch, plan)
+            ours, iterations = self._ours, self._ours.iterations
+            iterations.plan = Plan.parse(self.row.plan_for(number))  # perhaps cut otherwise
+            after = self._turns[min(self._done, len(self._turns) - 1)]
+            following = Plan.parse(self.row.plan_for(after))
+            told, cut = ours.told(batch, following)
 
             def run() -> float:
-                train = self._ours.iterations.train
-                result = train(source, batch, STEP, told, cut, following=plan)
+                result = iterations.train(source, batch, STEP, told, cut, following=following)
                 return result.losses[0] if self._rank == 0 else 0.0
 
-            return run, told.seconds
+            return run, told.seconds + ours.switch_seconds(batch, following)
         if self.row.kind == "pipelined":
             whole = Rectangles(source, batch, range(batch.size))
             return lambda: self._pipelined.train(whole, tokens, self.choice), 0.0
@@ -204,6 +264,13 @@ class Runner:
                 part = []
             part.append(i)
         yield part
+
+
+def turns_of(row: Row, batches: int, cycles: int) -> list[int]:
+    """The batches that a row trains on, in order: two of each choice, all, and those that count."""
+    return (
+        [0] * 2 * len(row.choices) + list(range(1, batches)) + [c % batches for c in range(cycles)]
+    )
 
 
 def worker(rank: int, place: Place, rows: Sequence[Row]) -> None:
@@ -265,6 +332,7 @@ def main() -> None:
                         help="numbers of them to try for PyTorch's pipelines")  # fmt: skip
     parser.add_argument("--lengths", choices=TABLES, nargs="+", default=list(TABLES))
     parser.add_argument("--rows", nargs="+", metavar="NAME", help="only these, 1f1b and zb-v")
+    parser.add_argument("--simulations", type=int, default=100, help="of a planner's decision")
     parser.add_argument("--batches", type=int, default=3, help="global batches, taken in turn")
     parser.add_argument("--cycles", type=int, default=7, help="iterations of each row")
     arguments = parser.parse_args()

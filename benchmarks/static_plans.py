@@ -1,17 +1,21 @@
-"""The fastest fixed plan of two workers by simulation, for each schedule."""
+"""The fastest fixed plan of two workers by simulation, for each schedule and way of batching."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import combinations, pairwise
 
 from megatron_flex.config.config import Config
+from megatron_flex.data.cut import Cut
 from megatron_flex.loop.assemble import Parts
-from megatron_flex.loop.iteration import cost_coefficients, run_cut
+from megatron_flex.loop.cutting import run_cut
+from megatron_flex.loop.iteration import cost_coefficients
 from megatron_flex.loop.setup import planner_setup
+from megatron_flex.planner.dynapipe import dynapipe_of
 from megatron_flex.planner.plan import Plan
-from megatron_flex.planner.service import Service, Task
-from megatron_flex.planner.ways import batch_of
+from megatron_flex.planner.service import Question, Service, Task
+from megatron_flex.planner.ways import batch_of, targets
 
 TARGETS = (128, 256, 512, 1024)
 """Micro-batches cost as much as a sample of so many tokens: what is simulated."""
@@ -41,18 +45,60 @@ class Chooser:
 
     def __init__(self, config: Config, parts: Parts, lengths: Sequence[Lengths]) -> None:
         cost = cost_coefficients(parts.model)
-        self._cut = run_cut(config, cost)
+        self._cut = run_cut(config, cost, parts.model)
         self._service = Service(planner_setup(config, parts, 2, cost))
         self._units = parts.model.layers.num_units
         self.lengths = lengths
 
+    def _seconds_of(self, cut: Cut, plan: str, lengths: Lengths) -> float:
+        batch = batch_of(cut, lengths, Plan.parse(plan).cut)
+        return self._service.make(Task("choose", plan, lengths), batch).seconds
+
     def seconds(self, plan: str) -> float:
         """Predicted time of all batches."""
-        target, total = Plan.parse(plan).cut, 0.0
+        return sum(self._seconds_of(self._cut, plan, lengths) for lengths in self.lengths)
+
+    def by_batch(self, plan: str) -> tuple[float, tuple[str, ...]]:
+        """The same where each batch may be cut in several ways: the best, and their plans."""
+        cut, total, found = self._cut, 0.0, []
+        layout = plan.partition(" ; cut")[0]
+        if cut.pad == "dynapipe":
+            units = self._service.planner.units
+            cut = replace(cut, dynapipe=dynapipe_of(units, Plan.parse(layout)))
         for lengths in self.lengths:
-            batch = batch_of(self._cut, lengths, target)
-            total += self._service.make(Task("choose", plan, lengths), batch).seconds
-        return total
+            plans = [f"{layout} ; cut {way}" for way in targets(cut, lengths, 2)]
+            seconds = {one: self._seconds_of(cut, one, lengths) for one in plans}
+            found.append(min(plans, key=seconds.__getitem__))
+            total += seconds[found[-1]]
+        return total, tuple(found)
+
+    @property
+    def layouts(self) -> list[str]:
+        """All straight ones."""
+        return layouts(self._units, v=False, whole=False)
+
+    def fastest_layout(self, schedule: str, *, v: bool) -> tuple[float, str]:
+        """Where batches are cut as the flags say: seconds, and the plan."""
+        every = layouts(self._units, v=v, whole=False)
+        plans = [f"{layout} ; schedule {schedule}" for layout in every]
+        seconds = {plan: self.seconds(plan) for plan in plans}
+        best = min(plans, key=seconds.__getitem__)
+        return seconds[best], best
+
+    def planned(self, simulations: int) -> tuple[str, ...]:
+        """The planner's plan for each batch, where they come again and again."""
+        running: tuple[str, Lengths] | None = None
+        found: list[str] = []
+        count = len(self.lengths)
+        for iteration in range(2 * count):
+            window = tuple(self.lengths[(iteration + i) % count] for i in range(4))
+            plan, before = running or (None, ())
+            question = Question(iteration, window, plan, before, simulations=simulations)
+            decision = self._service.answer(question).decision
+            assert decision is not None
+            running = str(decision.plan), window[0]
+            found.append(running[0])
+        return tuple(found[count:])
 
     def best(self, plans: Iterator[str] | Sequence[str]) -> str:
         """The fastest."""

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 import time
 from collections.abc import Sequence
@@ -186,7 +187,11 @@ def described(cluster: Cluster, config: ModelConfig, tensor: TensorParallel) -> 
 
 def options(args: argparse.Namespace) -> PlannerOptions:
     """The planner's options from flags."""
-    budget = None if args.memory_budget_gb is None else round(args.memory_budget_gb * 1e9)
+    budget = None
+    if args.memory_budget_gb is not None:
+        if not 0.0 < args.memory_budget_gb < math.inf:
+            raise ValueError("--memory-budget-gb must be a finite number above 0")
+        budget = round(args.memory_budget_gb * 1e9)
     return PlannerOptions(
         planner="lookahead" if args.planner == "greedy" else args.planner,
         unit=args.unit,

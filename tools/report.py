@@ -5,7 +5,8 @@
     python tools/report.py runs/demo runs/other --output both.html
     python tools/report.py runs/demo/log.jsonl --iterations 12 40
 
-A run is the directory that its files lie in, or its --log-jsonl file. Beside that the files of
+A run is the directory that its files lie in, or its --log-jsonl file; of a directory of
+tools/simulate.py each configuration is one. Beside that the files of
 --flexpipe-trace (what each worker did when) and --flexpipe-record are used, where they are in the
 same directory. The page opens from the disk, without a network.
 """
@@ -25,7 +26,7 @@ if str(ROOT) not in sys.path:
 
 from megatron_flex.data.bar import shown
 from megatron_flex.report.page import GANTTS, page
-from megatron_flex.report.read import ReportError, RunData, read_run
+from megatron_flex.report.read import ReportError, RunData, read_run, runs_in
 from megatron_flex.telemetry.files import replace
 
 
@@ -45,11 +46,15 @@ def parse_arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
         "--gantts", type=int, default=GANTTS, metavar="N",
         help="how many others are, at most, of each run; the default, %(default)s, takes seconds",
     )  # fmt: skip
-    return parser.parse_args(given)
+    args = parser.parse_args(given)
+    if args.gantts < 0:
+        parser.error("--gantts must be at least 0")
+    return args
 
 
 def read_runs(paths: Sequence[Path], names: Sequence[str] | None) -> list[RunData]:
     """The runs, each with a name of its own."""
+    paths = [run for path in paths for run in runs_in(path)]
     if names and len(names) != len(paths):
         raise ReportError(f"there are {len(names)} --names for {len(paths)} runs: give one each")
     found = []
@@ -76,15 +81,17 @@ def main(given: Sequence[str] | None = None) -> int:
 
     try:
         runs = read_runs(args.runs, args.names)
-        text = page(runs, wanted=args.iterations, gantts=args.gantts, progress=progress)
+        text = page(runs, wanted=args.iterations, gantts=args.gantts, progress=progress).encode(
+            errors="replace"  # half a pair of surrogates, which no file can have
+        )
         first = args.runs[0]
         output = args.output or (first if first.is_dir() else first.parent) / "report.html"
         output.parent.mkdir(parents=True, exist_ok=True)
-        replace(output, [text.encode()])
+        replace(output, [text])
     except (OSError, ReportError) as error:
         print(f"report: {error}", file=sys.stderr)
         return 1
-    size = len(text.encode()) / 1e6
+    size = len(text) / 1e6
     print(f"{output} ({size:.1f} MB, {time.perf_counter() - began:.1f} s)")
     return 0
 

@@ -9,7 +9,8 @@ Every iteration is planned by the real planner and takes what its schedule takes
 devices and links, with messages, reductions, updates, memory and switches. Batches are drawn from
 the published FLANv2 length statistics (``--long-share``: some of the samples are long); from the
 lengths of a data set (``--data-path`` of a .bin/.idx, its documents in training's order);
-or from a file (``--lengths-file``: one length a line, or a CSV with a column ``length``).
+from a file (``--lengths-file``: one length a line, or a CSV with a column ``length``); or they
+are given (``--batch-file``: a batch a line).
 
 Baselines are tuned first, as their users would: every even layout, schedule and size of
 micro-batch that they may have, over a sample of the run's own batches. With ``--output DIR``
@@ -21,6 +22,7 @@ same bytes.
 from __future__ import annotations
 
 import argparse
+import math
 import multiprocessing
 import sys
 import tempfile
@@ -51,7 +53,7 @@ from megatron_flex.simulator.files import EVERY, SimulationFile
 from megatron_flex.simulator.presets import CONFIGURATIONS, PLANNED, STATIC
 from megatron_flex.simulator.run import Span, open_simulation, setup_of
 from megatron_flex.simulator.setting import Setting
-from megatron_flex.simulator.sources import Listed, Mixture, Source, read_csv
+from megatron_flex.simulator.sources import Given, Listed, Mixture, Source, read_batches, read_csv
 from megatron_flex.simulator.summary import Summary, row, table
 from megatron_flex.telemetry.sink import TelemetryError
 
@@ -75,7 +77,8 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--list", action="store_true", help="say what configurations there are")
     p.add_argument("--configurations", nargs="+", default=list(DEFAULT), metavar="NAME",
                    help=f"what to simulate; default {' '.join(DEFAULT)}")  # fmt: skip
-    p.add_argument("--model", default="gpt-3.35b", help=f"one of {', '.join(MODELS)}")
+    p.add_argument("--model", default="gpt-3.35b",
+                   help=f"one of {', '.join(MODELS)}, or a JSON file")  # fmt: skip
     p.add_argument(
         "--cluster", default="a100x16",
         help="a described cluster (a100, h200, cpu, with xN for its first N devices), or a file",
@@ -91,6 +94,8 @@ def parser() -> argparse.ArgumentParser:
                         help="part of the samples that are long")  # fmt: skip
     source.add_argument("--data-path", help="prefix of a .bin/.idx: the lengths of its documents")
     source.add_argument("--lengths-file", type=Path, help="a length a line, or a CSV")
+    source.add_argument("--batch-file", type=Path,
+                        help="a batch a line: lengths of its samples; taken in turn")  # fmt: skip
     p.add_argument("--long-median", type=int, default=16000, help="tokens of long samples")
     p.add_argument("--tuning-batches", type=int, default=16,
                    help="batches that static plans are tuned over")  # fmt: skip
@@ -122,11 +127,20 @@ class Work:
     directory: Path
 
 
+def budget_of(gigabytes: float | None) -> int | None:
+    """Bytes of ``--memory-budget-gb``."""
+    if gigabytes is None:
+        return None
+    if not 0.0 < gigabytes < math.inf:
+        raise ValueError(f"--memory-budget-gb must be a finite number above 0, not {gigabytes}")
+    return round(gigabytes * 1e9)
+
+
 def setting_of(args: argparse.Namespace) -> Setting:
     """The model on the cluster."""
     config, cluster = model(args.model), load(args.cluster)
     profile = Profile.load(args.profile) if args.profile else closed_form_profile(config, cluster)
-    budget = None if args.memory_budget_gb is None else round(args.memory_budget_gb * 1e9)
+    budget = budget_of(args.memory_budget_gb)
     base = PlannerOptions(budget=budget, shard_optimizer=args.use_distributed_optimizer)
     return Setting(config, cluster, profile, base)
 
@@ -134,6 +148,8 @@ def setting_of(args: argparse.Namespace) -> Setting:
 def source_of(args: argparse.Namespace) -> Source:
     """Where lengths come from."""
     size, seed, longest = args.global_batch_size, args.seed, args.seq_length
+    if args.batch_file is not None:
+        return Given(read_batches(args.batch_file), longest)
     if args.lengths_file is not None:
         return Listed(read_csv(args.lengths_file), size, seed, longest)
     if args.data_path is not None:
@@ -185,8 +201,25 @@ def header_of(work: Work) -> dict[str, Any]:
     return header if setup is None else {**header, "setup": setup.to_json()}
 
 
-def simulate(work: Work, step: Callable[[], object]) -> tuple[Summary, str, float]:
-    """Simulate what is left of one configuration: totals, what it settled on, seconds of ours.
+@dataclass(frozen=True)
+class Outcome:
+    """One configuration.
+
+    Attributes:
+        summary: totals.
+        about: what it settled on, in words.
+        flags: of the trainer, to run it so; empty: it can't.
+        seconds: of this machine.
+    """
+
+    summary: Summary
+    about: str
+    flags: list[str]
+    seconds: float
+
+
+def simulate(work: Work, step: Callable[[], object]) -> Outcome:
+    """Simulate what is left of one configuration.
 
     Raises:
         ValueError: it cannot be simulated; the message says why.
@@ -197,24 +230,30 @@ def simulate(work: Work, step: Callable[[], object]) -> tuple[Summary, str, floa
     try:
         for _ in range(file.start):
             step()
-        about = ""
+        known = file.state or {}
+        about, flags = known.get("about", ""), known.get("flags", [])
         if file.start < span.iterations:
             simulation = open_simulation(work.name, setting, span)
-            about = simulation.about
+            about, flags = simulation.about, simulation.flags
             if file.state is not None:
-                simulation.restore(file.state)
+                try:
+                    simulation.restore(file.state)
+                except (AttributeError, KeyError, TypeError, ValueError) as error:
+                    raise file.damaged from error
             for number in range(file.start, span.iterations):
                 file.add(simulation.step(number))
                 if (number + 1) % EVERY == 0 or number + 1 == span.iterations:
-                    file.save(number + 1, simulation.state())
+                    state = {**simulation.state(), "about": about, "flags": flags}
+                    file.save(number + 1, state)
                 step()
-        return Summary.of(file.records()), about, time.perf_counter() - began
+        summary = Summary.of(file.records())
+        return Outcome(summary, about, flags, time.perf_counter() - began)
     finally:
         file.close()
 
 
-Result = tuple[Summary, str, float] | str
-"""Totals, what it settled on, and seconds of this machine; or what is wrong."""
+Result = Outcome | str
+"""Or what is wrong."""
 _steps: Any = None
 
 
@@ -260,35 +299,42 @@ def results(works: Sequence[Work], jobs: int, total: int) -> Iterator[tuple[Work
                 counter.join()
 
 
+def problem(args: argparse.Namespace) -> str:
+    """What is wrong with the flags, in words; empty: nothing."""
+    unknown = [name for name in args.configurations if name not in CONFIGURATIONS]
+    if unknown:
+        return f"no configuration is named {unknown[0]}; --list says which there are"
+    try:
+        span_of(args)
+        setting_of(args)
+    except (ClusterError, DataError, ProfileError, ValueError, OSError) as error:
+        return str(error)
+    return ""
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     args = parser().parse_args(argv)
     if args.list:
         for name in CONFIGURATIONS:
             print(f"{name:20s} {(PLANNED.get(name) or STATIC[name]).about}")
         return 0
-    unknown = [name for name in args.configurations if name not in CONFIGURATIONS]
-    try:
-        if unknown:
-            raise ValueError(f"no configuration is named {unknown[0]}; --list says which there are")
-        span_of(args)
-        setting_of(args)
-    except (ClusterError, DataError, ProfileError, ValueError, OSError) as error:
-        print(f"simulate: {error}", file=sys.stderr)
+    if wrong := problem(args):
+        print(f"simulate: {wrong}", file=sys.stderr)
         return 1
     names = list(dict.fromkeys(args.configurations))
     with tempfile.TemporaryDirectory() as scratch:
         directory = args.output or Path(scratch)
         works = [Work(name, args, directory) for name in names]
         found = list(results(works, args.jobs, len(works) * args.iterations))
-    print(table([row(w.name, r[0]) for w, r in found if not isinstance(r, str)]))
+    print(table([row(w.name, r.summary) for w, r in found if not isinstance(r, str)]))
     failed = False
     for work, result in found:
         if isinstance(result, str):
             print(f"simulate: {work.name}: {result}", file=sys.stderr)
             failed = True
         else:
-            words = f": {result[1]}" if result[1] else ""
-            print(f"{work.name}, {result[2]:.1f} s on this machine{words}", file=sys.stderr)
+            words = f": {result.about}" if result.about else ""
+            print(f"{work.name}, {result.seconds:.1f} s on this machine{words}", file=sys.stderr)
     return 1 if failed else 0
 
 

@@ -116,7 +116,7 @@ def simulated(
         if isinstance(result, str):
             print(f"{place}, {work.name}: {result}", file=sys.stderr)
         else:
-            found[place][work.name] = result[0]
+            found[place][work.name] = result.summary
     return found
 
 

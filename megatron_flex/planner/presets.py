@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 from megatron_flex.model.config import ModelConfig
 
 
@@ -56,8 +59,18 @@ PAPER_DEVICES = {"bert-24": 4, "bert-96": 8, "gpt-3.35b": 16, "gpt-13b": 32}
 
 
 def model(name: str) -> ModelConfig:
-    """The model of that name; ``ValueError`` lists the names."""
+    """The model of that name, or of a JSON file with the fields of :class:`ModelConfig`.
+
+    Raises ``ValueError`` that lists the names, or says what is wrong with the file.
+    """
     key = name.lower().replace("_", "-")
-    if key not in MODELS:
-        raise ValueError(f"no model '{name}': choose one of {', '.join(MODELS)}")
-    return MODELS[key]
+    if key in MODELS:
+        return MODELS[key]
+    if not name.endswith(".json"):
+        raise ValueError(
+            f"no model '{name}': choose one of {', '.join(MODELS)}, or give a JSON file"
+        )
+    try:
+        return ModelConfig(**json.loads(Path(name).read_text()))
+    except (OSError, TypeError, ValueError) as error:
+        raise ValueError(f"--model {name} is no model: {error}") from error

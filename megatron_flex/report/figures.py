@@ -320,10 +320,12 @@ def summary(run: RunData) -> dict[str, float]:
         n = min(10, max(1, len(losses) // 2))
         found["loss_first"] = sum(losses[:n]) / n
         found["loss_last"] = sum(losses[-n:]) / n
-    timed = [(x, r["elapsed"]) for r in records if (x := balanced_seconds(r)) is not None]
+    timed = [(x, e) for r in records if (x := balanced_seconds(r)) is not None
+             and (e := number(r.get("elapsed"))) is not None]  # fmt: skip
     if timed and (spent := sum(e for _, e in timed)) > 0:
         found["of_balance"] = sum(x for x, _ in timed) / spent
-    bubbles = [(x, r["elapsed"]) for r in records if (x := number(r.get("bubble"))) is not None]
+    bubbles = [(x, e) for r in records if (x := number(r.get("bubble"))) is not None
+               and (e := number(r.get("elapsed"))) is not None]  # fmt: skip
     if bubbles and (whole := sum(e for _, e in bubbles)) > 0:
         found["bubble"] = sum(x * e for x, e in bubbles) / whole
     found["plans"] = len({stages_of(str(r["plan"])) for r in records if r.get("plan")})
@@ -338,9 +340,9 @@ def summary(run: RunData) -> dict[str, float]:
     if any("memory-over-budget" in r for r in records):
         found["over_budget"] = sum(bool(r.get("memory-over-budget")) for r in records)
     whole_samples = total("predicted-without-slices", "predicted-uncorrected")
-    if whole_samples > 0:
-        both = "predicted-without-slices"
-        found["slices_save"] = whole_samples / total("predicted-uncorrected", both)
+    in_slices = total("predicted-uncorrected", "predicted-without-slices")
+    if whole_samples > 0 and in_slices > 0:
+        found["slices_save"] = whole_samples / in_slices
         found["sliced_samples"], found["slices"] = total("sliced-samples"), total("slices")
     ratios = sorted(ratios_of(records))
     if ratios:

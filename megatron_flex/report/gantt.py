@@ -18,6 +18,7 @@ from megatron_flex.planner.maker import Made
 from megatron_flex.planner.plan import Plan
 from megatron_flex.planner.service import Service, Setup, Task
 from megatron_flex.planner.ways import micro_batches
+from megatron_flex.report.figures import number
 from megatron_flex.report.read import PlanLine, Record
 
 KINDS = (
@@ -272,8 +273,8 @@ def same_operations(a: Gantt, b: Gantt) -> bool:
     return operations(a) == operations(b)
 
 
-def chosen(records: Sequence[Record], changes: Iterable[int], number: int) -> list[int]:
-    """Positions of the iterations that say most, the most telling first, at most ``number``.
+def chosen(records: Sequence[Record], changes: Iterable[int], most: int) -> list[int]:
+    """Positions of the iterations that say most, the most telling first, at most ``most``.
 
     The last and the first one; those that switched and those right before, which carry the state;
     those that took longest for their prediction; and others, evenly spaced.
@@ -282,14 +283,17 @@ def chosen(records: Sequence[Record], changes: Iterable[int], number: int) -> li
     first = [len(records) - 1, 0]
     switched = [i for k in changes for i in (at.get(k), at.get(k - 1)) if i is not None]
     rated = sorted(
-        (i for i, r in enumerate(records) if i and r.get("predicted")),
-        key=lambda i: records[i]["predicted"] / max(1e-9, records[i]["elapsed"]),
+        (i for i, r in enumerate(records) if i and number(r.get("predicted"))),
+        key=lambda i: (
+            (number(records[i]["predicted"]) or 0.0)
+            / max(1e-9, number(records[i].get("elapsed")) or 0.0)
+        ),
     )
-    step = max(1, len(records) // max(1, number // 2))
+    step = max(1, len(records) // max(1, most // 2))
     spaced = list(range(0, len(records), step))
-    share = max(2, number // 4)
+    share = max(2, most // 4)
     order = [*first, *spread(switched, share), *rated[:share], *spaced, *switched]
-    return list(dict.fromkeys(order))[:number]
+    return list(dict.fromkeys(order))[:most]
 
 
 def spread(items: Sequence[int], number: int) -> list[int]:

@@ -151,12 +151,14 @@ def _run(run: RunData, longest: int, runs: int, progress: Progress) -> dict[str,
 
 def _model(about: Record) -> str:
     """The model in a few words, where the run says."""
-    model = about.get("setup", {}).get("model")
-    if not model:
+    setup = about.get("setup")
+    model = setup.get("model") if isinstance(setup, dict) else None
+    wanted = ("architecture", "num_layers", "hidden_size", "max_position_embeddings")
+    if not isinstance(model, dict) or not all(name in model for name in wanted):
         return ""
     return (
         f"{model['architecture'].upper()}, {model['num_layers']} layers of"
-        f" {model['hidden_size']}, up to {model['max_position_embeddings']:,} tokens"
+        f" {model['hidden_size']}, up to {model['max_position_embeddings']} tokens"
     )
 
 
@@ -232,7 +234,7 @@ class Replanners:
     def of(self, position: int) -> gantt.Replanner | None:
         """For the iteration at a position; ``None`` where its run does not say enough."""
         number = self._run.about[position] if self._run.about else -1
-        if number < 0 or "setup" not in self._run.runs[number]:
+        if number < 0 or not isinstance(self._run.runs[number].get("setup"), dict):
             return None
         if number not in self._made:
             try:
@@ -263,7 +265,7 @@ def _drawn(run: RunData, position: int, makers: Replanners) -> dict[str, Any]:
         line = run.plans.get(record["iteration"] + 1)
         try:
             made = maker.gantt(record, following, line)
-        except (ArithmeticError, KeyError, ValueError):
+        except (ArithmeticError, KeyError, TypeError, ValueError):
             made = None
         # What the trace has is what ran; what is made anew has reductions and updates as well.
         if made is not None and (plan is None or gantt.same_operations(made, plan)):

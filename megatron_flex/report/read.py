@@ -96,6 +96,20 @@ def read_run(
     )
 
 
+def runs_in(path: Path) -> list[Path]:
+    """The runs of a path: a directory's simulations one by one, else the path itself."""
+    if not path.is_dir():
+        return [path]
+    logs = _by_kind([path]).get("log", [])
+    return logs if len(logs) > 1 and all(map(_simulated, logs)) else [path]
+
+
+def _simulated(log: Path) -> bool:
+    with log.open("rb") as file:
+        first = jsonl.parse_line(file.readline())
+    return first is not None and first.get("kind") == "simulation"
+
+
 def log_of(paths: Sequence[Path]) -> Path:
     """The file of ``--log-jsonl`` among files and directories; errors as of :func:`read_run`."""
     return _files(paths)[0]

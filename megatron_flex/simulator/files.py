@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_flex.telemetry.files import GrowingFile, not_ours, replace, said, try_file
+from megatron_flex.telemetry.sink import TelemetryError
 
 FLAG = "--output"
 EVERY = 25
@@ -61,7 +62,16 @@ class SimulationFile:
             found = json.loads(self._beside.read_text())
         except (OSError, ValueError):
             return None
-        return found if isinstance(found, dict) and "iteration" in found else None
+        known = isinstance(found, dict) and isinstance(found.get("iteration"), int)
+        return found if known else None
+
+    @property
+    def damaged(self) -> TelemetryError:
+        """The state cannot be gone on with."""
+        return TelemetryError(
+            f"{FLAG}: {self._beside} is damaged: remove it, and this configuration is simulated"
+            " from its beginning"
+        )
 
     def add(self, record: Mapping[str, Any]) -> None:
         """Append a line."""

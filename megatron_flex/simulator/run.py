@@ -28,6 +28,7 @@ from megatron_flex.planner.simulation import Prediction
 from megatron_flex.planner.switching import Running
 from megatron_flex.planner.ways import batch_of, ways
 from megatron_flex.simulator.changes import stall_seconds
+from megatron_flex.simulator.flags import planned_flags, static_flags
 from megatron_flex.simulator.presets import PLANNED, STATIC, Planned, Static, one_plan, open_cut
 from megatron_flex.simulator.records import record_of
 from megatron_flex.simulator.setting import Setting, place, prediction
@@ -87,6 +88,10 @@ class Simulation(Protocol):
     def about(self) -> str:
         """What it has settled on before the first iteration, in words."""
 
+    @property
+    def flags(self) -> list[str]:
+        """Of the trainer, to run it so; empty: it can't."""
+
     def step(self, number: int) -> dict[str, Any]:
         """The record of iteration ``number``, from 0, after the ones before it."""
 
@@ -128,6 +133,11 @@ class StaticRun:
     def about(self) -> str:
         """See :class:`Simulation`."""
         return str(self.tuned)
+
+    @property
+    def flags(self) -> list[str]:
+        """See :class:`Simulation`."""
+        return static_flags(self._setting, self.tuned)
 
     def step(self, number: int) -> dict[str, Any]:
         """See :class:`Simulation`."""
@@ -199,6 +209,12 @@ class PlannedRun:
     def about(self) -> str:
         """See :class:`Simulation`."""
         return "" if self._lookahead is None else f"windows end with {self._lookahead.static}"
+
+    @property
+    def flags(self) -> list[str]:
+        """See :class:`Simulation`."""
+        static = self._lookahead.static if self._lookahead is not None else None
+        return planned_flags(self._setting, self._preset, static)
 
     def _ways(self, number: int) -> list[Batch]:
         return ways(self._cut, self._span.source.batch(number), self._setting.devices)

@@ -95,6 +95,43 @@ class Listed:
         return tuple(np.minimum(self.lengths[index], self.longest).tolist())
 
 
+@dataclass(frozen=True)
+class Given:
+    """Given batches, one after the other; after the last the first comes again."""
+
+    batches: tuple[Lengths, ...]
+    longest: int = LONGEST
+
+    def batch(self, number: int) -> Lengths:
+        """See :class:`Source`."""
+        return tuple(min(n, self.longest) for n in self.batches[number % len(self.batches)])
+
+
+def read_batches(path: Path) -> tuple[Lengths, ...]:
+    """Batches from a file with one a line: the lengths of its samples, separated by spaces.
+
+    Blank lines and lines that begin with # are skipped.
+
+    Raises:
+        DataError: unreadable, or a length is not a number above 0; the message names the line.
+    """
+    try:
+        lines = path.read_text().splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"{path} cannot be read: {error}") from error
+    found = []
+    for number, line in enumerate(lines, 1):
+        words = line.split()
+        if not words or words[0].startswith("#"):
+            continue
+        if not all(_number(word) and int(word) > 0 for word in words):
+            raise DataError(f"{path}, line {number}: expected lengths of at least 1: {line!r}")
+        found.append(tuple(map(int, words)))
+    if not found:
+        raise DataError(f"{path} has no batches")
+    return tuple(found)
+
+
 def read_csv(path: Path) -> IntArray:
     """Lengths from a file with one a line, or from its column ``length``.
 

@@ -136,3 +136,34 @@ def test_the_tool_writes_beside_the_run(tmp_path: Path, capsys: pytest.CaptureFi
     assert not list(tmp_path.rglob(".*"))
     read = read_run([tmp_path / "one"])
     assert len(read.iterations) == 2
+
+
+def test_odd_records_leave_things_out(tmp_path: Path) -> None:
+    odd = [iteration(1), iteration(2, predicted=0.0), iteration(3, predicted="NaN", elapsed="NaN"),
+           iteration(4, **{"predicted-without-slices": 1.0, "predicted-uncorrected": 0.0}),
+           iteration(5, plan="\ud800", lengths="many")]  # fmt: skip
+    setups: tuple[Any, ...] = (None, [], {"model": {}}, {"model": "gpt"})
+    for setup in setups:
+        log = write_log(tmp_path / "log.jsonl", [run_object(setup=setup), *odd])
+        assert tool.main([str(log)]) == 0
+    assert data_of((tmp_path / "report.html").read_text())["runs"][0]["summary"]["iterations"] == 5
+
+
+def test_the_simulations_of_a_directory_stand_side_by_side(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("flexpipe", "packed-1f1b"):
+        objects = [run_object(kind="simulation"), iteration(1)]
+        write_log(tmp_path / f"{name}.jsonl", objects)
+    assert tool.main([str(tmp_path)]) == 0
+    found = data_of((tmp_path / "report.html").read_text())["runs"]
+    assert [run["name"] for run in found] == ["flexpipe", "packed-1f1b"]
+    write_log(tmp_path / "trained.jsonl", [run_object(), iteration(1)])
+    assert tool.main([str(tmp_path)]) == 1
+    assert "several files of --log-jsonl" in capsys.readouterr().err
+
+
+def test_less_than_no_drawing_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        tool.main(["runs", "--gantts", "-1"])
+    assert "--gantts must be at least 0" in capsys.readouterr().err
