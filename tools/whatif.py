@@ -91,7 +91,7 @@ def words_of(args: argparse.Namespace, run: Run) -> list[str]:
     """A training command as flags of tools/simulate.py; its model and lengths become files."""
     output, f = args.output, run.config.flexpipe
     output.mkdir(parents=True, exist_ok=True)
-    cluster = cluster_of(run.config, run.config.world_size)
+    cluster = cluster_of(run.config, run.config.devices)
     (output / "cluster.json").write_text(json.dumps(description(cluster)))
     (output / "model.json").write_text(json.dumps(asdict(run.parts.model)))
     batches = run.lengths(args.iterations)
