@@ -26,6 +26,8 @@ from megatron_flex.planner.plan import Plan, PlanError
 from megatron_flex.planner.static import REFERENCE_LENGTH, recomputed, static_plan
 from megatron_flex.runtime.words import say_once
 
+TENSOR_SIZE = ("--tensor-model-parallel-size", "auto")
+"""A flag and its value that leaves it to the cost model, which decides before anything starts."""
 NOMINAL_VOCABULARY = 32768
 """Stands in for the tokenizer's size where only the cut into stages is checked."""
 
@@ -74,6 +76,7 @@ def parse(
     architecture: Architecture = "gpt",
     world_size: int | None = None,
     saved_values: Callable[[Config], Mapping[str, Any]] | None = None,
+    tensor_size: Callable[[Callable[[int], Config], int], int] | None = None,
 ) -> Config:
     """Read, derive and check a command line.
 
@@ -84,29 +87,64 @@ def parse(
         saved_values: with ``--use-checkpoint-args``, reads what :meth:`Config.values` was when the
             checkpoint was written. It gets a configuration whose checkpoint options count. With
             ``--load-hf`` it adds ``pretrained_checkpoint``, where the converted weights are.
+        tensor_size: with ``--tensor-model-parallel-size auto``, chooses the size. It gets what
+            makes the configuration with a size, and the number of workers.
 
     Raises:
         ArgumentsError: exit status 2, after one worker of each server has printed all that has to
             be changed.
     """
+    words = list(sys.argv[1:] if argv is None else argv)
+
+    def build(words: Sequence[str]) -> Config:
+        return _parsed(words, architecture, workers, saved_values)
+
     try:
-        values = _read(sys.argv[1:] if argv is None else argv)
-        given = frozenset(values)
-        if world_size is None:
-            world_size = _world_size()
-        wanted = values.get("use_checkpoint_args") and given & {"load", "pretrained_checkpoint"}
-        if saved_values is not None and (wanted or "load_hf" in given):
-            _check_source(given)
-            early = Config.from_values(architecture, world_size, _placeholders() | values, given)
-            saved = saved_values(early)
-            values |= _from_checkpoint(values, saved)
-            if "load_hf" in given:
-                values["pretrained_checkpoint"] = saved.get("pretrained_checkpoint")
-        return _build(values, given, architecture, world_size)
+        workers = _world_size() if world_size is None else world_size
+        if tensor_size is not None and automatic_tensor_size(words):
+            size = tensor_size(lambda n: build(with_tensor_size(words, n)), workers)
+            words = with_tensor_size(words, size)
+        return build(words)
     except ArgumentsError as error:
         name = os.path.basename(sys.argv[0]) if argv is None else "arguments"
         say_once(f"{name}: error: {error}")
         raise
+
+
+def _parsed(
+    words: Sequence[str],
+    architecture: Architecture,
+    world_size: int,
+    saved_values: Callable[[Config], Mapping[str, Any]] | None,
+) -> Config:
+    values = _read(words)
+    given = frozenset(values)
+    wanted = values.get("use_checkpoint_args") and given & {"load", "pretrained_checkpoint"}
+    if saved_values is not None and (wanted or "load_hf" in given):
+        _check_source(given)
+        early = Config.from_values(architecture, world_size, _placeholders() | values, given)
+        saved = saved_values(early)
+        values |= _from_checkpoint(values, saved)
+        if "load_hf" in given:
+            values["pretrained_checkpoint"] = saved.get("pretrained_checkpoint")
+    return _build(values, given, architecture, world_size)
+
+
+def automatic_tensor_size(words: Sequence[str]) -> bool:
+    """Whether the words of a command line leave open how many workers share each layer."""
+    return with_tensor_size(words, 1) != list(words)
+
+
+def with_tensor_size(words: Sequence[str], size: int) -> list[str]:
+    """The words with a size where they say ``auto``; sequence parallelism needs more than one."""
+    flag, automatic = TENSOR_SIZE
+    found = [w.replace(f"{flag}={automatic}", f"{flag}={size}") for w in words]
+    for i, word in enumerate(found[1:], 1):
+        if word == automatic and found[i - 1] == flag:
+            found[i] = str(size)
+    if size == 1 and found != list(words):
+        found = [word for word in found if word != "--sequence-parallel"]
+    return found
 
 
 def plan_of(config: Config, model: ModelConfig, *, length: float | None = None) -> Plan:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
 from megatron_flex.arguments import ArgumentsError, parse
@@ -26,7 +26,9 @@ def pretrain_main(architecture: Architecture) -> NoReturn:
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
         for message in _SAID_FOR_NOTHING:
             warnings.filterwarnings("ignore", message=message)
-        config = parse(architecture=architecture, saved_values=saved_values)
+        config = parse(
+            architecture=architecture, saved_values=saved_values, tensor_size=tensor_size
+        )
         # torch and megatron-core take seconds to import: a wrong flag is said before.
         from megatron_flex.loop.starting import convert_source
         from megatron_flex.training import pretrain
@@ -35,6 +37,13 @@ def pretrain_main(architecture: Architecture) -> NoReturn:
         pretrain(config)
 
     run(main)
+
+
+def tensor_size(build: Callable[[int], Config], workers: int) -> int:
+    """How many workers share each layer, where the flags leave that open."""
+    from megatron_flex.loop.tensor_size import chosen_size
+
+    return chosen_size(build, workers)
 
 
 def saved_values(config: Config) -> Mapping[str, Any]:

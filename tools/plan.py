@@ -35,7 +35,7 @@ ROOT = Path(__file__).resolve().parent.parent
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
-from megatron_flex.cluster.cluster import Cluster, ClusterError, load
+from megatron_flex.cluster.cluster import ClusterError, load
 from megatron_flex.cluster.profile import Profile, ProfileError
 from megatron_flex.data.bar import SHORT, progress_bar, shown
 from megatron_flex.data.cut import Cut
@@ -61,7 +61,7 @@ from megatron_flex.planner.pool import Pool
 from megatron_flex.planner.presets import MODELS, model
 from megatron_flex.planner.service import Service
 from megatron_flex.planner.switching import Running
-from megatron_flex.planner.tensor import TensorParallel
+from megatron_flex.planner.tensor_choice import Outlook, best, in_words, reasons, sizes
 from megatron_flex.planner.ways import ways
 from megatron_flex.schedule.list_scheduler import POLICIES
 from megatron_flex.tokenizers.base import TokenizerError
@@ -89,8 +89,9 @@ def parser(beside_a_run: bool = False) -> argparse.ArgumentParser:
     )  # fmt: skip
     p.add_argument("--profile", type=Path, help="a profile measured by tools/profile_layers.py")
     p.add_argument(
-        "--tensor-model-parallel-size", type=int, default=1,
-        help="devices of a server that share each layer, and are one device of a plan",
+        "--tensor-model-parallel-size", type=tensor_size, default=1, metavar="{N,auto}",
+        help="devices of a server that share each layer, and are one device of a plan; auto: as"
+        " many as are predicted to be fastest",
     )  # fmt: skip
     p.add_argument("--sequence-parallel", action="store_true",
                    help="they share what lies between the products, too")  # fmt: skip
@@ -131,6 +132,11 @@ def parser(beside_a_run: bool = False) -> argparse.ArgumentParser:
     p.add_argument("--no-lookahead", action="store_true", help="ablation: each batch by itself")
     p.add_argument("--json", action="store_true", help="one JSON object a decision, nothing else")
     return p
+
+
+def tensor_size(text: str) -> int:
+    """A flag's value; 0: to be chosen."""
+    return 0 if text == "auto" else int(text)
 
 
 def read_batches(args: argparse.Namespace) -> list[list[int]]:
@@ -179,12 +185,6 @@ def cut_batch(lengths: Sequence[int], among: Sequence[Cut], devices: int) -> lis
     return list({batch.key: batch for batch in found}.values())
 
 
-def described(cluster: Cluster, config: ModelConfig, tensor: TensorParallel) -> Cluster:
-    """The cluster whose devices are those of plans; raises ``ValueError`` naming the flag."""
-    check(config, tensor.size, vocabulary=False)
-    return cluster.grouped(tensor.size)
-
-
 def options(args: argparse.Namespace) -> PlannerOptions:
     """The planner's options from flags."""
     budget = None
@@ -207,6 +207,48 @@ def options(args: argparse.Namespace) -> PlannerOptions:
         tensor_size=args.tensor_model_parallel_size,
         sequence_parallel=args.sequence_parallel,
     )
+
+
+def described(args: argparse.Namespace, config: ModelConfig) -> tuple[Planner, list[list[Batch]]]:
+    """The planner for a described cluster, and the batches as they may be cut."""
+    chosen = options(args)
+    check(config, chosen.tensor_size, vocabulary=False)
+    cluster = load(args.cluster).grouped(chosen.tensor_size)
+    profile = closed_form_profile(config, cluster, chosen.tensor)
+    if args.profile:
+        measured = Profile.load(args.profile)
+        profile = with_shared_layers(config, measured, cluster, chosen.tensor)
+    if (doubt := profile.doubt(None)) is not None:
+        print(f"plan: warning: {doubt}", file=sys.stderr)
+    planner, among = Planner(config, profile, cluster, chosen), cuts(args, config)
+    return planner, [cut_batch(b, among, cluster.world_size) for b in read_batches(args)]
+
+
+def choose_tensor_size(args: argparse.Namespace, config: ModelConfig) -> None:
+    """Set the tensor-parallel size to the one that is predicted to be fastest, and say why."""
+    if args.current is not None:
+        raise ValueError("--current is a plan for one --tensor-model-parallel-size: give that")
+    cluster = load(args.cluster)
+    sequence = args.sequence_parallel
+    outlooks = []
+    for size in sizes(cluster.world_size, cluster.devices_per_server):
+        args.tensor_model_parallel_size, args.sequence_parallel = size, sequence and size > 1
+        outlooks.append(outlook(args, config, size))
+    chosen = best(outlooks)
+    args.tensor_model_parallel_size = chosen.size
+    args.sequence_parallel = sequence and chosen.size > 1
+    print("\n".join(reasons(outlooks, chosen)), file=sys.stderr)
+
+
+def outlook(args: argparse.Namespace, config: ModelConfig, size: int) -> Outlook:
+    """What is predicted with ``size`` devices that share each layer."""
+    try:
+        found = [d for d, _ in decisions(*described(args, config), None)]
+    except (Infeasible, PlanError, ValueError) as error:
+        return Outlook(size, problem=str(error))
+    seconds = sum(d.predicted.seconds for d in found) / len(found)
+    peak = max(max(d.predicted.device_bytes) for d in found)
+    return Outlook(size, seconds, in_words(found[0].plan), peak)
 
 
 def decisions(
@@ -319,20 +361,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"plan: {error}", file=sys.stderr)
         return 1
     try:
-        config, chosen = model(args.model), options(args)
-        cluster = described(load(args.cluster), config, chosen.tensor)
-        profile = closed_form_profile(config, cluster, chosen.tensor)
-        if args.profile:
-            measured = Profile.load(args.profile)
-            profile = with_shared_layers(config, measured, cluster, chosen.tensor)
-        if (doubt := profile.doubt(None)) is not None:
-            print(f"plan: warning: {doubt}", file=sys.stderr)
-        planner = Planner(config, profile, cluster, chosen)
-        among = cuts(args, config)
-        batches = [cut_batch(b, among, cluster.world_size) for b in read_batches(args)]
+        config = model(args.model)
+        if args.tensor_model_parallel_size == 0:
+            choose_tensor_size(args, config)
+        planner, batches = described(args, config)
         current = Plan.parse(args.current) if args.current else None
         if current is not None:
-            current.check(config.layers.num_units, cluster.world_size)
+            current.check(config.layers.num_units, len(planner.units.devices))
         try:
             found = decisions(planner, batches, current)
         except (Infeasible, PlanError) as error:

@@ -15,7 +15,8 @@ class ParallelOptions:
 
     tensor_model_parallel_size: int = option(1, at_least=1)
     """Workers that share each layer: neighbours on one server, which are one device of a plan. The
-    number of workers must be a multiple of it."""
+    number of workers must be a multiple of it. The word auto leaves it to the cost model, which
+    decides by the first batches before the run starts, and prints its reasons."""
 
     sequence_parallel: bool = False
     """Divide the tokens among these workers wherever layers are not divided, which needs less

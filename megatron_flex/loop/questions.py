@@ -6,11 +6,12 @@ import argparse
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 
-from megatron_flex.arguments import ArgumentsError, parse
+from megatron_flex.arguments import TENSOR_SIZE, ArgumentsError, automatic_tensor_size, parse
 from megatron_flex.checkpoint.errors import CheckpointError
 from megatron_flex.config.config import GROUPS, Config, all_options
 from megatron_flex.config.derive import MODEL_FIELDS
@@ -22,6 +23,7 @@ from megatron_flex.loop.cutting import run_cut
 from megatron_flex.loop.iteration import cost_coefficients
 from megatron_flex.loop.opening import data_lines, model_line, sizes
 from megatron_flex.loop.starting import source_arguments
+from megatron_flex.loop.tensor_size import chosen_size
 from megatron_flex.planner.ways import micro_batches
 
 ABOUT = (
@@ -102,12 +104,17 @@ def read_run(
     words = _completed(rest)
     if args.workers is not None and args.workers < 1:
         raise SystemExit("--workers must be at least 1")
-    stages = _value(words, "--pipeline-model-parallel-size", 1)
-    size = args.workers or stages * _value(words, "--tensor-model-parallel-size", 1)
+    if args.workers is None and automatic_tensor_size(words):
+        raise SystemExit(f"{' '.join(TENSOR_SIZE)} needs --workers, the number of them")
+    size = args.workers
+    if size is None:
+        stages = _value(words, "--pipeline-model-parallel-size", 1)
+        size = stages * _value(words, "--tensor-model-parallel-size", 1)
     try:
         config = parse(
-            words, architecture=args.architecture, world_size=size, saved_values=_saved_values
-        )
+            words, architecture=args.architecture, world_size=size, saved_values=_saved_values,
+            tensor_size=partial(chosen_size, out=sys.stderr),
+        )  # fmt: skip
     except ArgumentsError:
         raise SystemExit(2) from None  # it has been said
     return args, Run(config, assemble(config))

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatron_flex.planner.plan import PlanError
+from megatron_flex.planner.plan import Plan, PlanError
 from megatron_flex.quantities import size as text_of
 
 CLOSE = 0.02
@@ -26,7 +26,7 @@ class Outlook:
     Attributes:
         size: ranks of a group.
         seconds: mean of an iteration over the batches that were planned.
-        plan: that of the first batch.
+        plan: that of the first batch, in words.
         peak: bytes of the fullest rank.
         problem: why it cannot be; the others say nothing then.
     """
@@ -42,9 +42,15 @@ class Outlook:
         if self.problem:
             return f"{name}: cannot be: {self.problem}"
         return (
-            f"{name}: {self.seconds:.4g} s an iteration, {text_of(self.peak)} at most, plan"
+            f"{name}: {self.seconds:.4g} s an iteration, {text_of(self.peak)} at most, with"
             f" {self.plan}"
         )
+
+
+def in_words(plan: Plan) -> str:
+    """How many stages a plan has, and how many devices each."""
+    degrees = [len(stage.group) for stage in plan.stages]
+    return f"{len(degrees)} stages on {'+'.join(map(str, degrees))} devices"
 
 
 def sizes(ranks: int, per_server: int) -> tuple[int, ...]:
