@@ -49,6 +49,7 @@ from megatron_flex.planner.memory import total_parameters
 from megatron_flex.planner.options import PlannerOptions
 from megatron_flex.planner.plan import PlanError
 from megatron_flex.planner.presets import MODELS, model
+from megatron_flex.planner.tensor import TensorParallel
 from megatron_flex.simulator.files import EVERY, SimulationFile
 from megatron_flex.simulator.presets import CONFIGURATIONS, PLANNED, STATIC
 from megatron_flex.simulator.run import Span, open_simulation, setup_of
@@ -65,6 +66,10 @@ DEFAULT = (
     "zero-bubble-pad",
     "megatron-pad",
 )
+
+
+OWN_SIZES = ("tensor-parallel", "context-parallel")
+"""Configurations whose devices share layers or samples as they are tuned."""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -113,6 +118,13 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--memory-budget-gb", type=float, help="of a device; default: the cluster's")
     p.add_argument("--use-distributed-optimizer", action="store_true",
                    help="optimizer state split over replicas, everywhere")  # fmt: skip
+    p.add_argument(
+        "--tensor-model-parallel-size", type=int, nargs="+", default=[1], metavar="N",
+        help="devices of a server that share each layer; with several numbers every configuration"
+        " is simulated with each",
+    )  # fmt: skip
+    p.add_argument("--sequence-parallel", action="store_true",
+                   help="they share what lies between the products, too")  # fmt: skip
     p.add_argument("--output", type=Path, help="directory of a JSONL file for each")
     p.add_argument("--jobs", type=int, default=1, help="configurations at a time")
     return p
@@ -120,11 +132,17 @@ def parser() -> argparse.ArgumentParser:
 
 @dataclass(frozen=True)
 class Work:
-    """One configuration, for a process of its own."""
+    """One configuration, for a process of its own; ``size`` devices share each layer."""
 
     name: str
     arguments: argparse.Namespace
     directory: Path
+    size: int = 1
+
+    @property
+    def title(self) -> str:
+        """The name, and the size if there is one."""
+        return self.name if self.size == 1 else f"{self.name}-tp{self.size}"
 
 
 def budget_of(gigabytes: float | None) -> int | None:
@@ -136,13 +154,14 @@ def budget_of(gigabytes: float | None) -> int | None:
     return round(gigabytes * 1e9)
 
 
-def setting_of(args: argparse.Namespace) -> Setting:
-    """The model on the cluster."""
+def setting_of(args: argparse.Namespace, size: int = 1) -> Setting:
+    """The model on the cluster, with ``size`` devices that share each layer."""
     config, cluster = model(args.model), load(args.cluster)
     profile = Profile.load(args.profile) if args.profile else closed_form_profile(config, cluster)
     budget = budget_of(args.memory_budget_gb)
     base = PlannerOptions(budget=budget, shard_optimizer=args.use_distributed_optimizer)
-    return Setting(config, cluster, profile, base)
+    tensor = TensorParallel(size, args.sequence_parallel and size > 1)
+    return Setting(config, cluster, profile, base).shared(tensor)
 
 
 def source_of(args: argparse.Namespace) -> Source:
@@ -188,9 +207,12 @@ def header_of(work: Work) -> dict[str, Any]:
         for name, value in sorted(vars(work.arguments).items())
         if name not in left_out and value != parser().get_default(name)
     }
-    setting = setting_of(work.arguments)
+    given.pop("tensor_model_parallel_size", None)
+    if work.size > 1:
+        given["tensor_model_parallel_size"] = work.size
+    setting = setting_of(work.arguments, work.size)
     header = {
-        "configuration": work.name,
+        "configuration": work.title,
         "workers": setting.devices,
         "train_iters": work.arguments.iterations,
         "parameters": total_parameters(setting.config),
@@ -225,8 +247,8 @@ def simulate(work: Work, step: Callable[[], object]) -> Outcome:
         ValueError: it cannot be simulated; the message says why.
     """
     began = time.perf_counter()
-    span, setting = span_of(work.arguments), setting_of(work.arguments)
-    file = SimulationFile(work.directory / f"{work.name}.jsonl", header_of(work))
+    span, setting = span_of(work.arguments), setting_of(work.arguments, work.size)
+    file = SimulationFile(work.directory / f"{work.title}.jsonl", header_of(work))
     try:
         for _ in range(file.start):
             step()
@@ -306,10 +328,21 @@ def problem(args: argparse.Namespace) -> str:
         return f"no configuration is named {unknown[0]}; --list says which there are"
     try:
         span_of(args)
-        setting_of(args)
+        for size in args.tensor_model_parallel_size:
+            setting_of(args, size)
     except (ClusterError, DataError, ProfileError, ValueError, OSError) as error:
         return str(error)
     return ""
+
+
+def configurations(args: argparse.Namespace) -> list[tuple[str, int]]:
+    """Names and sizes; what tries sizes of its own is there once."""
+    sizes = list(dict.fromkeys(args.tensor_model_parallel_size))
+    return [
+        (name, size)
+        for name in dict.fromkeys(args.configurations)
+        for size in (sizes if name not in OWN_SIZES else [1])
+    ]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -321,20 +354,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     if wrong := problem(args):
         print(f"simulate: {wrong}", file=sys.stderr)
         return 1
-    names = list(dict.fromkeys(args.configurations))
     with tempfile.TemporaryDirectory() as scratch:
         directory = args.output or Path(scratch)
-        works = [Work(name, args, directory) for name in names]
+        works = [Work(name, args, directory, size) for name, size in configurations(args)]
         found = list(results(works, args.jobs, len(works) * args.iterations))
-    print(table([row(w.name, r.summary) for w, r in found if not isinstance(r, str)]))
+    print(table([row(w.title, r.summary) for w, r in found if not isinstance(r, str)]))
     failed = False
     for work, result in found:
         if isinstance(result, str):
-            print(f"simulate: {work.name}: {result}", file=sys.stderr)
+            print(f"simulate: {work.title}: {result}", file=sys.stderr)
             failed = True
         else:
             words = f": {result.about}" if result.about else ""
-            print(f"{work.name}, {result.seconds:.1f} s on this machine{words}", file=sys.stderr)
+            print(f"{work.title}, {result.seconds:.1f} s on this machine{words}", file=sys.stderr)
     return 1 if failed else 0
 
 

@@ -12,12 +12,15 @@ from megatron_flex.cluster.cluster import Cluster
 from megatron_flex.cluster.profile import Profile
 from megatron_flex.data.microbatches import CostCoefficients
 from megatron_flex.model.config import ModelConfig
+from megatron_flex.model.tensor_cut import check
 from megatron_flex.planner.build import Batch, ModelCosts
+from megatron_flex.planner.closed_form import with_shared_layers
 from megatron_flex.planner.flops import model_work, total_work
 from megatron_flex.planner.options import PlannerOptions
 from megatron_flex.planner.plan import Plan
 from megatron_flex.planner.planner import Planner
 from megatron_flex.planner.simulation import Placed, Prediction, place_plan, static_bytes
+from megatron_flex.planner.tensor import TensorParallel
 from megatron_flex.schedule.costs import OpCosts
 from megatron_flex.schedule.timeline import timeline
 
@@ -28,14 +31,30 @@ class Setting:
 
     Attributes:
         profile: what its units cost on the cluster's devices.
-        base: options that hold for every configuration: budget, sharded optimizer state.
+        base: options that hold for every configuration: budget, sharded optimizer state, and how
+            many ranks are a device.
+        whole: the same where every rank is a device, by which balance is measured; ``None``: this.
     """
 
     config: ModelConfig
     cluster: Cluster
     profile: Profile
     base: PlannerOptions = field(default_factory=PlannerOptions)
+    whole: Setting | None = None
     _planners: dict[PlannerOptions, Planner] = field(default_factory=dict, init=False, repr=False)
+
+    def shared(self, tensor: TensorParallel) -> Setting:
+        """The same where ``tensor.size`` ranks of a server share each layer, and are one device.
+
+        Raises ``ValueError`` where they cannot.
+        """
+        if tensor.size == 1:
+            return self
+        check(self.config, tensor.size, vocabulary=False)
+        base = replace(self.base, tensor_size=tensor.size, sequence_parallel=tensor.sequence)
+        cluster = self.cluster.grouped(tensor.size)
+        profile = with_shared_layers(self.config, self.profile, cluster, tensor)
+        return Setting(self.config, cluster, profile, base, self)
 
     def planner(self, **choices: object) -> Planner:
         """The planner with these options; the same one for the same options."""
@@ -62,6 +81,8 @@ class Setting:
 
     def balance(self, lengths: Sequence[int]) -> float:
         """Seconds of perfect balance: all work, without fixed costs, divided by all devices."""
+        if self.whole is not None:
+            return self.whole.balance(lengths)
         units = self.planner().units
         _, token, pair = (units.forward + units.backward).sum(axis=1)
         tokens = np.asarray(lengths, dtype=np.float64)

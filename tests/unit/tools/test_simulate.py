@@ -29,6 +29,7 @@ def test_it_says_what_there_is(capsys: pytest.CaptureFixture[str]) -> None:
         ("--cluster nowhere", "no cluster 'nowhere'"),
         ("--lengths-file nothing.csv", "nothing.csv cannot be read"),
         ("--long-share 2", "between 0 and 1, not 2.0"),
+        ("--tensor-model-parallel-size 1 8", "groups of 8 devices do not divide a server's 4"),
     ],
 )
 def test_wrong_words_are_one_message(
@@ -72,3 +73,19 @@ def test_lengths_of_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     lines = (tmp_path / "out" / "megatron-pad.jsonl").read_text().splitlines()
     record = json.loads(lines[1])
     assert (record["tokens"], record["padding"], record["longest"]) == (2000, 0, 500)
+
+
+def test_several_sizes_stand_side_by_side(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [*SMALL, "--iterations", "1", "--tensor-model-parallel-size", "1", "2", "4",
+             "--configurations", "flexpipe-untuned", "--output", str(tmp_path)]  # fmt: skip
+    assert simulate.main(words) == 0
+    shown = capsys.readouterr().out.splitlines()
+    names = [f"flexpipe-untuned{size}" for size in ("", "-tp2", "-tp4")]
+    assert [line.split()[0] for line in shown[1:]] == names
+    runs = [read(tmp_path / f"{name}.jsonl") for name in names]
+    assert [records[0]["workers"] for records in runs] == [4, 2, 1]
+    # Balance is that of layers that nobody shares.
+    assert len({records[1]["seconds-perfect"] for records in runs}) == 1
+    assert runs[2][1]["plan"].startswith("0:34@0")
