@@ -92,17 +92,23 @@ def pretrain(config: Config) -> None:
     ``CommunicationError`` where another worker failed first.
     """
     p = config.parallel
-    world, failure, completion = start(p.distributed_backend, p.distributed_timeout_minutes)
-    if world.rank == 0 and config.logging.log_format == "megatron":
+    world, failure, completion = start(
+        p.distributed_backend,
+        p.distributed_timeout_minutes,
+        p.tensor_model_parallel_size,
+        sequence_parallel=p.sequence_parallel,
+    )
+    last = world.process == world.processes - 1
+    if world.process == 0 and config.logging.log_format == "megatron":
         print(dump(config), flush=True)
     with failure.watch():
         try:
             if completion.reached():
                 forget_host_copies(config, world)
-                if world.rank == world.size - 1:
+                if last:
                     print(" the run had ended when a worker died: nothing is left to do")
                 return
-            if world.rank == world.size - 1:
+            if last:
                 check_outputs(config)
             parts = assemble(config)
             try:
@@ -148,7 +154,9 @@ class Trainer:
         self.steps = Steps(config, parts, world, first, samples, coefficients)
         plan = self.steps.choice.plan
         exact = config.flexpipe.flexpipe_bitwise
-        self.holdings = Holdings(parts.model, plan, world.rank, world.device, exact=exact)
+        self.holdings = Holdings(
+            parts.model, plan, world.rank, world.device, exact=exact, group=world.tensor
+        )
         optimizer = OptimizerConfig(t.adam_beta1, t.adam_beta2, t.adam_eps, t.clip_grad)
         self.schedule = LearningRateSchedule(config.learning_rate, t)
         stored = config.checkpoint
@@ -177,8 +185,8 @@ class Trainer:
         self.switched = False
         self.stopping = Stopping(t)
         self.divergence = Divergence()
-        self.profiler = Profiler(config.profiling, world.rank, g.tensorboard_dir)
-        self.speaks = world.rank == world.size - 1  # Megatron-LM: the last worker prints
+        self.profiler = Profiler(config.profiling, world.process, g.tensorboard_dir)
+        self.speaks = world.process == world.processes - 1  # Megatron-LM: the last worker prints
         self.recorder = open_recorder(
             config,
             start_iteration=self.progress.iteration,
@@ -191,7 +199,7 @@ class Trainer:
             assert config.checkpoint.save is not None, "arguments were checked"
             progress_log = ProgressLog(
                 config.checkpoint.save,
-                world.size,
+                world.processes,
                 flops=self.progress.flops,
                 tokens=self.progress.tokens,
             )
@@ -469,8 +477,8 @@ class Trainer:
     def _params_norm(self) -> float:
         """L2 norm of all parameters, over all workers."""
         self.iterations.executor.settle()
-        owned = [self.holdings.slabs[s].params.double() for s in self.holdings.owned]
-        return self.world.sum(sum(p.square().sum().item() for p in owned)) ** 0.5
+        owned = (self.holdings.slabs[s].squared_weights() for s in self.holdings.owned)
+        return self.world.sum(sum(owned)) ** 0.5
 
     def _evaluate(
         self, source: BatchSource | None, where: str, *, test: bool = False

@@ -27,7 +27,7 @@ void normalizers(const float* logits, int64_t begin, int64_t end, int64_t column
   }
 }
 
-// Rows [begin, end) in place: grad * (softmax - one hot of the label).
+// Rows [begin, end) in place: grad * (softmax - one hot of the label). A negative label is none.
 void gradients(float* logits, const int64_t* labels, const float* normalizer, const float* grad,
                int64_t begin, int64_t end, int64_t columns) {
   for (int64_t r = begin; r < end; ++r) {
@@ -37,6 +37,6 @@ void gradients(float* logits, const int64_t* labels, const float* normalizer, co
     for (; c + kLanes <= columns; c += kLanes)
       loose(row + c) = exponential(loose(row + c) - shift) * factor;
     for (; c < columns; ++c) row[c] = exponential(Vec{} + (row[c] - shift))[0] * factor;
-    row[labels[r]] -= factor;
+    if (labels[r] >= 0) row[labels[r]] -= factor;
   }
 }

@@ -54,7 +54,7 @@ class Checkpoints:
         self._holdings = holdings
         self._arguments = arguments
         self._group = (
-            dist.new_group(backend="gloo", timeout=world.timeout) if world.size > 1 else None
+            dist.new_group(backend="gloo", timeout=world.timeout) if world.processes > 1 else None
         )
         retention = Retention(options.keep_last_n, options.save_retain_interval)
         self._retention = retention

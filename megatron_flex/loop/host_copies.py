@@ -5,6 +5,9 @@ One manager a server keeps them (:mod:`megatron_flex.twinlayer`). The first work
 slabs write a version; the number of a version is that of its iteration. An attempt that follows
 another continues from the newest version of which the servers together hold every slab. A manager
 that ends is replaced by a new one, which begins with nothing.
+
+Where workers share layers, those of one place in their groups have managers, slabs and servers of
+their own, as if they were a job; all go on from one version.
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ from megatron_flex.checkpoint.load import check_model
 from megatron_flex.checkpoint.manifest import MODEL
 from megatron_flex.config.config import Config
 from megatron_flex.config.flexpipe import FlexpipeOptions
+from megatron_flex.model.tensor_group import TensorGroup
 from megatron_flex.planner.plan import Plan
 from megatron_flex.runtime.arena import ArenaTransport
 from megatron_flex.runtime.attempt import attempt, is_first_attempt, restarts_are_left
@@ -84,14 +88,14 @@ class HostCopies:
         self._wanted = config.flexpipe.flexpipe_twin and (changes or self._every is not None)
         if not self._wanted:
             return
-        names = world.gather(_server() if server is None else server)
+        names = world.alike(world.gather(_server() if server is None else server))
         self.servers = tuple(names.index(name) for name in names)
         here = self.servers[world.rank]
         self._local = tuple(r for r, s in enumerate(self.servers) if s == here)
         self._leads = world.rank == here
         if job is None:
             job = job_name(os.environ) or str(world.broadcast(f"job {secrets.token_hex(8)}"))
-        self._job = _job_of_server(job, here, len(set(self.servers)))
+        self._job = _job_of_server(job, here, len(set(self.servers)), world.tensor)
         self._num_slabs = num_slabs
         self._holding: dict[int, set[int]] = {}  # server -> its slabs of the version found
         self._uncommitted: list[int] = []
@@ -211,8 +215,8 @@ class HostCopies:
         """Have new managers where they have ended; where that cannot be, go on without any."""
         executor.settle()
         self._replaced += 1
-        gone = {s for s, lost in zip(self.servers, self._world.gather(self.lost), strict=True)
-                if lost}  # fmt: skip
+        lost = self._world.alike(self._world.gather(self.lost))
+        gone = {server for server, ended in zip(self.servers, lost, strict=True) if ended}
         mine = self.servers[self._world.rank] in gone
         if mine:
             self.found = None
@@ -277,14 +281,15 @@ class HostCopies:
             except ManagerLost:
                 self._layers = None
         # A server whose manager is gone has none for all its workers, whatever some have seen.
-        everyone = self._world.gather(self._layers is not None)
+        everyone = self._world.alike(self._world.gather(self._layers is not None))
         if not all(everyone[rank] for rank in self._local):
             self._leave()
             versions = []
         complete = {v.number: sorted(v.entries) for v in versions if v.common is not None}
-        tables = self._world.gather(complete)
-        for number in sorted({n for table in tables for n in table}, reverse=True):
-            if not all(number in table for table in tables):
+        everything = self._world.gather(complete)
+        tables = self._world.alike(everything)
+        for number in sorted({n for table in everything for n in table}, reverse=True):
+            if not all(number in table for table in everything):
                 continue
             version = next(v for v in versions if v.number == number)
             holding = {server: set(tables[server][number]) for server in set(self.servers)}
@@ -312,7 +317,7 @@ class HostCopies:
         layers = holdings.config.layers
         owned = {s: entry_bytes(holdings.state_bytes(s)) for s in holdings.owned}
         sizes: dict[int, int] = {}
-        for one in self._world.gather(owned):
+        for one in self._world.alike(self._world.gather(owned)):
             sizes.update(one)
         # Under changing plans the workers of one server may come to own everything.
         holders = slab_holders(plan, layers)
@@ -358,15 +363,16 @@ def forget_host_copies(config: Config, world: World) -> None:
     """End the managers that an earlier attempt left, which had nothing to do any more."""
     if not config.flexpipe.flexpipe_twin or is_first_attempt():
         return
-    names = world.gather(_server())
+    names = world.alike(world.gather(_server()))
     here = names.index(names[world.rank])
     job = job_name(os.environ)
     if here == world.rank and job is not None:
-        stop(socket_of(_job_of_server(job, here, len(set(names)))))
+        stop(socket_of(_job_of_server(job, here, len(set(names)), world.tensor)))
 
 
-def _job_of_server(job: str, server: int, servers: int) -> str:
-    return job if servers == 1 else f"{job}, server {server}"
+def _job_of_server(job: str, server: int, servers: int, group: TensorGroup) -> str:
+    place = f", place {group.index}" if group.size > 1 else ""
+    return (job if servers == 1 else f"{job}, server {server}") + place
 
 
 def hands_over(options: FlexpipeOptions, servers: tuple[int, ...], *, changes: bool) -> bool:

@@ -142,7 +142,7 @@ class Iterations:
             following,
             model.layers,
             late=None,
-            server_size=server_size(world.size),
+            server_size=server_size(world.size, world.tensor.size),
             elements=slab_elements(model, tensor_of(self.config)),
         )
         world.barrier()

@@ -114,6 +114,13 @@ def opening(
 ) -> Iterator[str]:
     """All lines, for a run that begins with ``plan`` after ``progress``."""
     yield model_line(config, parts)
+    p = config.parallel
+    if p.tensor_model_parallel_size > 1:
+        tokens = " and divide tokens" if p.sequence_parallel else ""
+        yield (
+            f" devices: {config.devices}, each of {p.tensor_model_parallel_size} workers that share"
+            f" layers{tokens}"
+        )
     source = parts.train
     if source is None:
         return

@@ -50,7 +50,7 @@ class Steps:
         self._world = world
         self._iteration = iteration
         self._leader: _Leader | None = None
-        if world.rank == 0:
+        if world.process == 0:
             self._leader = _Leader(config, parts, world.size, iteration, samples, coefficients)
         self.choice = self._first(iteration)
 

@@ -37,10 +37,12 @@ class Tracing:
         self._iterations = iterations
         self.notice: str | None = None
         if self._path is not None:
-            if world.rank == 0:
+            if world.process == 0:
                 self.notice = resume(self._path, start_iteration)
             world.barrier()
-        writer = None if path is None else TraceWriter(path, world.rank)
+        # Workers that share layers do the same: one of them is enough.
+        first = world.tensor.index == 0
+        writer = TraceWriter(path, world.rank) if path is not None and first else None
         self._writer = Expendable(writer, self._warn)
         self._look_at(start_iteration + 1)
 
@@ -60,7 +62,7 @@ class Tracing:
         assert last is not None
         told, micro_batches = last
         about = None
-        if self._world.rank == 0:
+        if self._world.process == 0:
             about = {
                 "plan": str(told.part.plan),
                 "tokens": [m.tokens for m in micro_batches],
@@ -79,11 +81,11 @@ class Tracing:
             return
         self._writer(TraceWriter.close)
         self._world.barrier()
-        if self._world.rank == 0:
+        if self._world.process == 0:
             Expendable(path, self._warn_of_parts)(join)
 
     def _warn(self, text: str) -> None:
-        print(f"{text} on worker {self._world.rank}", file=sys.stderr, flush=True)
+        print(f"{text} on worker {self._world.process}", file=sys.stderr, flush=True)
 
     def _warn_of_parts(self, text: str) -> None:
         assert self._path is not None

@@ -16,7 +16,12 @@ from megatron_flex.model import attention_cpu, attention_cuda
 from megatron_flex.model.attention_options import AttentionOptions
 from megatron_flex.model.config import ModelConfig
 from megatron_flex.model.context import PackedContext
-from megatron_flex.model.megatron import AttnMaskType, TransformerConfig
+from megatron_flex.model.megatron import (
+    AttnMaskType,
+    ProcessGroupCollection,
+    Ranks,
+    TransformerConfig,
+)
 
 
 def check_attention(config: ModelConfig, device: torch.device) -> None:
@@ -44,15 +49,21 @@ class VarlenAttention(torch.nn.Module):
         attn_mask_type: AttnMaskType,
         attention_type: str,
         softmax_scale: float | None = None,
+        pg_collection: ProcessGroupCollection | None = None,
         **_: Any,
     ) -> None:
         super().__init__()
+        first = 0
+        if pg_collection is not None and isinstance(pg_collection.tp, Ranks):
+            group = pg_collection.tp.group
+            first = group.index * (config.num_attention_heads // group.size)
         training = AttentionOptions(
             layer=layer_number - 1,
             causal=attn_mask_type is AttnMaskType.causal,
             scale=config.kv_channels**-0.5 if softmax_scale is None else softmax_scale,
             dropout=config.attention_dropout,
             rotary=False,
+            first_head=first,
         )
         self._options = {True: training, False: replace(training, dropout=0.0)}
 

@@ -58,10 +58,11 @@ class _Arguments(ctypes.Structure):
 
 
 @cache
-def _sites(layer: int, heads: int) -> np.ndarray[Any, np.dtype[np.uint64]]:
+def _sites(layer: int, first: int, heads: int) -> np.ndarray[Any, np.dtype[np.uint64]]:
     """Key of each head's probabilities; cached, so its address stays valid."""
     site = attention_site(layer)
-    return np.array([site_key(site, head) for head in range(heads)], dtype=np.uint64)
+    keys = [site_key(site, head) for head in range(first, first + heads)]
+    return np.array(keys, dtype=np.uint64)
 
 
 def _run(
@@ -92,7 +93,7 @@ def _run(
         None if cosine is None else cosine.data_ptr(),
         None if sine is None else sine.data_ptr(),
         context.token_keys.data_ptr() if dropout > 0.0 else None,
-        _sites(options.layer, heads).ctypes.data if dropout > 0.0 else None,
+        _sites(options.layer, options.first_head, heads).ctypes.data if dropout > 0.0 else None,
         len(offsets) - 1, tokens, heads, key.shape[1], depth,
         query.stride(0), key.stride(0), value.stride(0),
         query.stride(1), key.stride(1), value.stride(1),

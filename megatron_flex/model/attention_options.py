@@ -15,6 +15,7 @@ class AttentionOptions:
         scale: factor of the scores.
         dropout: probability of the mask keyed by (seed, sample, layer, head, query, key position).
         rotary: rotate queries and keys by ``PackedContext.rotary``.
+        first_head: the layer's number of the first head here, in its key of attention dropout.
     """
 
     layer: int
@@ -22,3 +23,4 @@ class AttentionOptions:
     scale: float
     dropout: float
     rotary: bool
+    first_head: int = 0

@@ -11,6 +11,7 @@ from megatron_flex.data.packed import PackedBatch
 from megatron_flex.model.config import ModelConfig
 from megatron_flex.model.context import PackedContext, context_of
 from megatron_flex.model.layers import Unit
+from megatron_flex.model.tensor_group import SOLO, TensorGroup
 
 WORD_EMBEDDING = "embedding.word_embeddings.weight"
 
@@ -23,13 +24,15 @@ def decays(name: str, shape: Iterable[int]) -> bool:
 class Block(nn.Module):
     """One unit. ``forward(hidden, batch)`` maps ``[T, 1, H]`` to ``[T, 1, H]``.
 
-    The embedding takes ``None``; the head gives a 1-D float32 tensor of loss sums.
+    The embedding takes ``None``; the head gives a 1-D float32 tensor of loss sums. Where the
+    workers of ``group`` divide the tokens (sequence parallelism), T is the number of rows here.
     """
 
-    def __init__(self, unit: Unit, config: ModelConfig) -> None:
+    def __init__(self, unit: Unit, config: ModelConfig, group: TensorGroup = SOLO) -> None:
         super().__init__()
         self.unit = unit
         self.config = config
+        self.group = group
 
     def context(self, batch: PackedBatch, device: torch.device) -> PackedContext:
         """The derived tensors of ``batch`` on ``device``."""

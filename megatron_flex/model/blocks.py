@@ -27,13 +27,16 @@ from megatron_flex.model.megatron import (
     LanguageModelEmbedding,
     LayerModules,
     ModuleSpec,
-    SoloGroup,
+    Ranks,
     half_layer,
     plain_name,
     transformer_config,
     transformer_engine_modules,
 )
 from megatron_flex.model.tape import lookup
+from megatron_flex.model.tensor_cut import vocabulary_rows
+from megatron_flex.model.tensor_group import SOLO, TensorGroup
+from megatron_flex.model.tensor_regions import add_up, divide
 
 __all__ = [
     "Block",
@@ -49,23 +52,28 @@ __all__ = [
 class EmbeddingBlock(Block):
     """Word and position embeddings (and BERT's token types) with dropout."""
 
-    def __init__(self, unit: Unit, config: ModelConfig) -> None:
-        super().__init__(unit, config)
+    def __init__(self, unit: Unit, config: ModelConfig, group: TensorGroup = SOLO) -> None:
+        super().__init__(unit, config, group)
         self.embedding = LanguageModelEmbedding(
             transformer_config(config),
             vocab_size=config.padded_vocab_size,
             max_sequence_length=config.max_position_embeddings,
             position_embedding_type=config.position_embedding_type,
             num_tokentypes=config.num_tokentypes,
-            tp_group=SoloGroup(),
+            tp_group=Ranks(group),
         )
+        self._first = vocabulary_rows(config, group.index, group.size)[0]
 
     def forward(self, hidden: Tensor | None, batch: PackedBatch) -> Tensor:
         """``[T]`` tokens of the batch -> ``[T, 1, H]``; ``hidden`` is ``None``."""
         if batch.tokens is None:
             raise ValueError("the embedding needs the tokens of the micro-batch")
-        context = self.context(batch, batch.tokens.device)
-        x = lookup(batch.tokens, self.embedding.word_embeddings.weight)
+        context, group = self.context(batch, batch.tokens.device), self.group
+        words = self.embedding.word_embeddings.weight
+        if group.size == 1:
+            x = lookup(batch.tokens, words)
+        else:
+            x = add_up(lookup(batch.tokens, words, self._first), group)
         if self.embedding.add_position_embedding:
             x = x + lookup(context.positions, self.embedding.position_embeddings.weight)
         if self.embedding.tokentype_embeddings is not None:
@@ -73,25 +81,35 @@ class EmbeddingBlock(Block):
                 raise ValueError("this model has token types, the micro-batch has none")
             x = x + lookup(batch.token_types, self.embedding.tokentype_embeddings.weight)
         x = x.unsqueeze(1)
+        if group.sequence_parallel:
+            x = divide(x, group)
         if self.training and self.config.hidden_dropout > 0.0:
-            x = keyed_dropout(x, context, EMBEDDING_SITE, self.config.hidden_dropout)
+            x = keyed_dropout(x, context, EMBEDDING_SITE, self.config.hidden_dropout, group)
         return x
 
 
 class LayerBlock(Block):
     """The attention half or the MLP half of a transformer layer."""
 
-    def __init__(self, unit: Unit, config: ModelConfig, modules: LayerModules = LOCAL) -> None:
-        super().__init__(unit, config)
+    def __init__(
+        self,
+        unit: Unit,
+        config: ModelConfig,
+        modules: LayerModules = LOCAL,
+        group: TensorGroup = SOLO,
+    ) -> None:
+        super().__init__(unit, config, group)
         assert unit.layer is not None
         mlp = unit.kind is Kind.MLP
+        site = hidden_site(unit.layer, mlp)
         self.layer = half_layer(
             config,
             unit.kind,
             unit.layer,
             VarlenAttention,
-            ModuleSpec(KeyedBiasDropoutAdd, params={"site": hidden_site(unit.layer, mlp)}),
+            ModuleSpec(KeyedBiasDropoutAdd, params={"site": site, "group": group}),
             modules,
+            group,
         )
         self._bda = cast(
             KeyedBiasDropoutAdd, self.layer.mlp_bda if mlp else self.layer.self_attn_bda
@@ -122,6 +140,10 @@ class LayerBlock(Block):
             raise ValueError("a layer needs the hidden states of the unit before it")
         context = self.context(batch, hidden.device)
         self._bda.context = context
+        if self.group.sequence_parallel:
+            mlp = self.unit.kind is Kind.MLP
+            column = self.layer.mlp.linear_fc1 if mlp else self.layer.self_attention.linear_qkv
+            column.tokens = context.tokens
         if self.norm is not None:
             hidden = self.norm(hidden)
         try:
@@ -131,29 +153,43 @@ class LayerBlock(Block):
         return cast(Tensor, output)
 
 
-def _construct(unit: Unit, config: ModelConfig, transformer_engine: bool) -> Block:
+def _construct(
+    unit: Unit, config: ModelConfig, transformer_engine: bool, group: TensorGroup
+) -> Block:
     block: Block
     if unit.kind is Kind.EMBEDDING:
-        block = EmbeddingBlock(unit, config)
+        block = EmbeddingBlock(unit, config, group)
     elif unit.kind is Kind.HEAD:
-        block = HeadBlock(unit, config)
+        block = HeadBlock(unit, config, group)
     else:
         modules = transformer_engine_modules() if transformer_engine else LOCAL
-        block = LayerBlock(unit, config, modules)
+        block = LayerBlock(unit, config, modules, group)
     return block.to(DTYPES[config.params_dtype])
 
 
-def build_shell(unit: Unit, config: ModelConfig, *, transformer_engine: bool = False) -> Block:
+def build_shell(
+    unit: Unit,
+    config: ModelConfig,
+    *,
+    transformer_engine: bool = False,
+    group: TensorGroup = SOLO,
+) -> Block:
     """Build a unit without memory for its parameters: they have shapes (meta device) only.
 
     For a device that holds the values elsewhere; ``bind`` each parameter before use. Arguments as
     for :func:`build_block`.
     """
     with torch.device("meta"):
-        return _construct(unit, config, transformer_engine)
+        return _construct(unit, config, transformer_engine, group)
 
 
-def build_block(unit: Unit, config: ModelConfig, *, transformer_engine: bool = False) -> Block:
+def build_block(
+    unit: Unit,
+    config: ModelConfig,
+    *,
+    transformer_engine: bool = False,
+    group: TensorGroup = SOLO,
+) -> Block:
     """Build a unit on the CPU with its initial values, which depend on (seed, slab) only.
 
     Args:
@@ -162,8 +198,9 @@ def build_block(unit: Unit, config: ModelConfig, *, transformer_engine: bool = F
         transformer_engine: build layers from Transformer Engine's modules, which compute on CUDA
             only. Parameter names and initial values are the same. Raises ``ImportError`` if the
             package is missing.
+        group: the workers that share the unit; this one's part of it is built.
     """
-    block = _construct(unit, config, transformer_engine)
+    block = _construct(unit, config, transformer_engine, group)
     for slab, parameters in block.slab_parameters().items():
-        initialize(config, slab, parameters)
+        initialize(config, slab, parameters, group)
     return block

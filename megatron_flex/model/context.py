@@ -19,6 +19,7 @@ from megatron_flex.model.config import ModelConfig
 from megatron_flex.model.keys import packed_positions, token_keys
 from megatron_flex.model.prefix import PrefixStore, Tables
 from megatron_flex.model.rotary import frequencies
+from megatron_flex.model.tensor_group import TensorGroup
 
 
 class PackedContext:
@@ -42,6 +43,7 @@ class PackedContext:
         self._slices = batch.slices
         assert batch.prefixes is None or isinstance(batch.prefixes, PrefixStore)
         self._prefixes = batch.prefixes
+        self._keys_here: torch.Tensor | None = None
 
     @cached_property
     def cut(self) -> Slice | None:
@@ -63,6 +65,11 @@ class PackedContext:
                 " the keys of the slices before it"
             )
         return self._prefixes
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of all samples."""
+        return self.offsets[-1]
 
     @property
     def longest(self) -> int:
@@ -98,6 +105,14 @@ class PackedContext:
         """``[T]`` int64 dropout key of each token."""
         keys = token_keys(self._config.seed, self._samples, self._starts, self.lengths)
         return keys.to(self.device, non_blocking=True)
+
+    def keys_here(self, group: TensorGroup) -> torch.Tensor:
+        """Those of the rows of a hidden state that a worker of ``group`` has."""
+        if not group.sequence_parallel:
+            return self.token_keys
+        if self._keys_here is None:
+            self._keys_here = group.share(self.token_keys)
+        return self._keys_here
 
     @cached_property
     def cumulative_lengths(self) -> torch.Tensor:

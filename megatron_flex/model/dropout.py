@@ -15,6 +15,7 @@ from torch import Tensor
 from megatron_flex import native
 from megatron_flex.model.context import PackedContext
 from megatron_flex.model.keys import keep_mask, site_key, threshold
+from megatron_flex.model.tensor_group import SOLO, TensorGroup
 
 _DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1}
 
@@ -116,9 +117,16 @@ class _BiasDropoutAdd(torch.autograd.Function):
         return grad_x, grad_bias, grad if ctx.needs_input_grad[2] else None, None, None, None
 
 
-def keyed_dropout(x: Tensor, context: PackedContext, site: int, probability: float) -> Tensor:
-    """Dropout of ``[T, 1, H]`` with autograd."""
-    out: Tensor = _BiasDropoutAdd.apply(x, None, None, context.token_keys, site, probability)
+def keyed_dropout(
+    x: Tensor,
+    context: PackedContext,
+    site: int,
+    probability: float,
+    group: TensorGroup = SOLO,
+) -> Tensor:
+    """Dropout of ``[T, 1, H]`` with autograd; of the rows that a worker of ``group`` has."""
+    keys = context.keys_here(group)
+    out: Tensor = _BiasDropoutAdd.apply(x, None, None, keys, site, probability)
     return out
 
 
@@ -129,9 +137,10 @@ class KeyedBiasDropoutAdd(torch.nn.Module):
     context just before it runs the layer. It is read during that forward and never afterwards.
     """
 
-    def __init__(self, site: int) -> None:
+    def __init__(self, site: int, group: TensorGroup = SOLO) -> None:
         super().__init__()
         self.site = site
+        self.group = group
         self.context: PackedContext | None = None
 
     def forward(
@@ -149,7 +158,7 @@ class KeyedBiasDropoutAdd(torch.nn.Module):
             if not training or probability == 0.0:
                 return residual + (x if bias is None else x + bias)
             out: Tensor = _BiasDropoutAdd.apply(
-                x, bias, residual, context.token_keys, self.site, probability
+                x, bias, residual, context.keys_here(self.group), self.site, probability
             )
             return out
 

@@ -10,16 +10,19 @@ from megatron_flex.data.packed import PackedBatch
 from megatron_flex.model.block import WORD_EMBEDDING, Block
 from megatron_flex.model.config import ModelConfig
 from megatron_flex.model.layers import Unit
-from megatron_flex.model.loss import token_cross_entropy
+from megatron_flex.model.loss import VocabularyPart, token_cross_entropy
 from megatron_flex.model.megatron import (
     BertLMHead,
     ColumnLinear,
     Pooler,
-    SoloGroup,
+    Ranks,
     WrappedTorchNorm,
     transformer_config,
 )
 from megatron_flex.model.tape import Linear, linear
+from megatron_flex.model.tensor_cut import vocabulary_rows
+from megatron_flex.model.tensor_group import SOLO, TensorGroup
+from megatron_flex.model.tensor_regions import unite
 
 
 class HeadBlock(Block):
@@ -29,8 +32,8 @@ class HeadBlock(Block):
     output layer and, with ``binary_head``, the sentence-order classifier on each first token.
     """
 
-    def __init__(self, unit: Unit, config: ModelConfig) -> None:
-        super().__init__(unit, config)
+    def __init__(self, unit: Unit, config: ModelConfig, group: TensorGroup = SOLO) -> None:
+        super().__init__(unit, config, group)
         mcore = transformer_config(config)
         bert = config.architecture == "bert"
         self.final_layernorm = WrappedTorchNorm(mcore, config.hidden_size, eps=config.norm_epsilon)
@@ -43,8 +46,10 @@ class HeadBlock(Block):
             config=mcore,
             init_method=mcore.init_method,
             bias=bert,
-            tp_group=SoloGroup(),
+            tp_group=Ranks(group),
         )
+        first, self._rows = vocabulary_rows(config, group.index, group.size)
+        self._part = VocabularyPart(group, first, config.vocab_size) if group.size > 1 else None
         self.pooler = self.binary_head = None
         if config.binary_head:
             self.pooler = Pooler(config.hidden_size, mcore.init_method, mcore)
@@ -63,11 +68,15 @@ class HeadBlock(Block):
                 names[local] = local
         return names
 
-    def _logits(self, normed: Tensor) -> Tensor:
-        """``[T, H] -> [T, vocabulary]``. The weight is cut, not the logits: no second buffer."""
+    def _logits(self, normed: Tensor, tokens: int | None = None) -> Tensor:
+        """``[T, H] -> [T, vocabulary]``. The weight is cut, not the logits: no second buffer.
+
+        Of the part of the vocabulary that is here, and of all ``tokens`` of the micro-batch.
+        """
         x = normed if self.lm_head is None else self.lm_head(normed)
         layer = self.output_layer
-        return linear(x, layer.weight, layer.bias, rows=self.config.vocab_size)
+        group = None if self._part is None else self.group
+        return linear(x, layer.weight, layer.bias, rows=self._rows, group=group, tokens=tokens)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """``[T, 1, H] -> [T, vocabulary]``, without the padded rows of the vocabulary."""
@@ -76,7 +85,8 @@ class HeadBlock(Block):
     def _token_losses(self, normed: Tensor, batch: PackedBatch) -> Tensor:
         if batch.labels is None or batch.loss_mask is None:
             raise ValueError("the head needs the labels and the loss mask of the micro-batch")
-        return token_cross_entropy(self._logits(normed), batch.labels, batch.loss_mask)
+        logits = self._logits(normed, len(batch.labels))
+        return token_cross_entropy(logits, batch.labels, batch.loss_mask, self._part)
 
     def token_losses(self, hidden: Tensor, batch: PackedBatch) -> Tensor:
         """``[T]`` float32 language-model loss of each token, weighted by the loss mask."""
@@ -89,7 +99,10 @@ class HeadBlock(Block):
     def _binary_logits(self, normed: Tensor, batch: PackedBatch) -> Tensor:
         if self.pooler is None or self.binary_head is None:
             raise ValueError("this model has no sentence-order head")
-        first = normed.index_select(0, self.context(batch, normed.device).first_tokens)
+        context = self.context(batch, normed.device)
+        if self.group.sequence_parallel:
+            normed = unite(normed, self.group, context.tokens)
+        first = normed.index_select(0, context.first_tokens)
         logits: Tensor = self.binary_head(self.pooler(first.unsqueeze(0)))
         return logits
 

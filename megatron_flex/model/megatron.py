@@ -19,6 +19,8 @@ from megatron_flex.model.config import ModelConfig
 from megatron_flex.model.layers import Kind
 from megatron_flex.model.swiglu import SwiGLU
 from megatron_flex.model.tape import linear
+from megatron_flex.model.tensor_group import SOLO, TensorGroup
+from megatron_flex.model.tensor_regions import leave
 
 
 @contextlib.contextmanager
@@ -61,7 +63,6 @@ with _quick_import():
         TransformerLayer,
         TransformerLayerSubmodules,
     )
-    from megatron.core.utils import get_pg_size
 
 __all__ = [
     "DTYPES",
@@ -75,8 +76,8 @@ __all__ = [
     "ModuleSpec",
     "Pooler",
     "ProcessGroupCollection",
+    "Ranks",
     "RowLinear",
-    "SoloGroup",
     "TransformerConfig",
     "WrappedTorchNorm",
     "half_layer",
@@ -88,35 +89,53 @@ __all__ = [
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
-class SoloGroup:
-    """A process group of one: what megatron-core asks of a group that never communicates.
+class Ranks:
+    """What megatron-core asks of a tensor-parallel process group: sizes and places, no messages.
 
-    With it no ``parallel_state`` and no ``torch.distributed`` is needed.
+    With a group of one no ``parallel_state`` and no ``torch.distributed`` is needed.
     """
+
+    def __init__(self, group: TensorGroup = SOLO) -> None:
+        self.group = group
 
     def size(self) -> int:
         """Number of ranks."""
-        return 1
+        return self.group.size
 
     def rank(self) -> int:
         """This process's rank."""
-        return 0
+        return self.group.index
+
+    @property
+    def shared(self) -> TensorGroup | None:
+        """The group, if there is anybody else in it."""
+        return self.group if self.group.size > 1 else None
 
 
 class ColumnLinear(ColumnParallelLinear):
-    """megatron-core's column-parallel linear, without its detours while the group has size one.
+    """megatron-core's column-parallel linear, as one node of autograd.
 
-    Its own forward needs ``torch.distributed`` and adds the bias in a second pass over the output;
-    here the bias is part of the product, also where megatron-core leaves it to the caller.
+    Its own forward needs ``torch.distributed``, and CUDA for sequence parallelism, makes the
+    weight's gradient at once, and adds the bias in a second pass over the output; here the bias is
+    part of the product, also where megatron-core leaves it to the caller.
+
+    Attributes:
+        tokens: with sequence parallelism, how many all workers of the group have together; the
+            block says it before it runs the layer.
     """
+
+    tokens: int | None = None
+
+    def __init__(self, *arguments: Any, tp_group: Ranks, **keywords: Any) -> None:
+        super().__init__(*arguments, tp_group=tp_group, **keywords)
+        self.group = tp_group.shared
 
     def forward(
         self, input_: torch.Tensor, weight: torch.Tensor | None = None, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """``[T, 1, input] -> [T, 1, output]``, and the bias that is left to the caller."""
-        if get_pg_size(self.tp_group) > 1:
-            return super().forward(input_, weight=weight, **kwargs)
-        return linear(input_, self.weight if weight is None else weight, self.bias), None
+        weight = self.weight if weight is None else weight
+        return linear(input_, weight, self.bias, group=self.group, tokens=self.tokens), None
 
 
 class RowLinear(RowParallelLinear):
@@ -125,13 +144,21 @@ class RowLinear(RowParallelLinear):
     The bias stays with the caller, whose bias-dropout-add takes it in the same pass.
     """
 
+    def __init__(self, *arguments: Any, tp_group: Ranks, **keywords: Any) -> None:
+        super().__init__(*arguments, tp_group=tp_group, **keywords)
+        self.group = tp_group.shared
+
     def forward(self, input_: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """``[T, 1, input] -> [T, 1, output]``, and the bias that is left to the caller."""
-        if get_pg_size(self.tp_group) > 1:
-            return super().forward(input_)
-        if self.skip_bias_add:
-            return linear(input_, self.weight), self.bias
-        return linear(input_, self.weight, self.bias), None
+        group = self.group
+        if group is None and not self.skip_bias_add:
+            return linear(input_, self.weight, self.bias), None
+        out = linear(input_, self.weight)
+        if group is not None:
+            out = leave(out, group)
+        if self.skip_bias_add or self.bias is None:
+            return out, self.bias
+        return out + self.bias, None
 
 
 @dataclass(frozen=True)
@@ -145,10 +172,9 @@ class LayerModules:
     column: type
     row: type
     qk_norm: type
-    tp_group: SoloGroup | None
 
 
-LOCAL = LayerModules(WrappedTorchNorm, ColumnLinear, RowLinear, WrappedTorchNorm, SoloGroup())
+LOCAL = LayerModules(WrappedTorchNorm, ColumnLinear, RowLinear, WrappedTorchNorm)
 
 # Where Transformer Engine fuses a norm into the linear that follows, and Megatron's plain name.
 _FUSED_NORMS = {
@@ -170,9 +196,8 @@ def transformer_engine_modules() -> LayerModules:
             "Transformer Engine is not installed: use --transformer-impl local, or install it with"
             " pip install megatron-flex[gpu]"
         )
-    # It asks torch.distributed about its group, so "no group" says that there is one rank.
     return LayerModules(
-        IdentityOp, te.TELayerNormColumnParallelLinear, te.TERowParallelLinear, te.TENorm, None
+        IdentityOp, te.TELayerNormColumnParallelLinear, te.TERowParallelLinear, te.TENorm
     )
 
 
@@ -234,12 +259,18 @@ def half_layer(
     core_attention: type[torch.nn.Module],
     bias_dropout_add: ModuleSpec,
     modules: LayerModules = LOCAL,
+    group: TensorGroup = SOLO,
 ) -> TransformerLayer:
     """A ``TransformerLayer`` of which only the attention or only the MLP half is there.
 
     The other half stays at megatron-core's ``IdentityOp``; two halves equal the whole layer.
-    ``layer`` counts from 0.
+    ``layer`` counts from 0. Raises ``ValueError`` if a ``group`` is to share modules that cannot.
     """
+    tensor: Ranks | None = Ranks(group)
+    if modules.column is not ColumnLinear:
+        if group.size > 1:
+            raise ValueError("Transformer Engine's modules are not shared: give no group")
+        tensor = None  # it asks torch.distributed about its group: "no group" means one rank
     if kind is Kind.ATTENTION:
         mask = AttnMaskType.causal if config.causal else AttnMaskType.padding
         qk_norm = modules.qk_norm if config.qk_layernorm else IdentityOp
@@ -271,7 +302,7 @@ def half_layer(
             ),
             mlp_bda=bias_dropout_add,
         )
-    solo = SoloGroup()
+    solo = Ranks()
     with warnings.catch_warnings():
         # megatron-core reminds itself to pass the MLP's width.
         warnings.simplefilter("ignore")
@@ -279,5 +310,5 @@ def half_layer(
             transformer_config(config),
             submodules,
             layer_number=layer + 1,
-            pg_collection=ProcessGroupCollection(tp=modules.tp_group, cp=solo, pp=solo),
+            pg_collection=ProcessGroupCollection(tp=tensor, cp=solo, pp=solo),
         )

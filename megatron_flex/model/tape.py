@@ -19,6 +19,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from megatron_flex.model.tensor_group import TensorGroup
+
 
 class Tape:
     """The gradients of weights that one pass of one stage still owes, in the order of its backward.
@@ -103,23 +105,31 @@ def _settle(weight: Tensor, tape: Tape | None, add: Callable[[Tensor], object]) 
 class _Linear(torch.autograd.Function):
     # The weight stays on ctx: saved-tensor hooks would give back a tensor without ``.grad``.
     @staticmethod
-    def forward(ctx, x, weight, bias, rows):  # type: ignore[no-untyped-def]
+    def forward(ctx, x, weight, bias, rows, group, tokens):  # type: ignore[no-untyped-def]
         ctx.save_for_backward(x)
         ctx.weight, ctx.rows, ctx.tape = weight, rows, _RECORDER.tape
+        ctx.group, ctx.tokens = group, tokens
+        if group is not None and group.sequence_parallel:
+            x = group.gather(x)[:tokens]
         return functional.linear(x, weight[:rows], None if bias is None else bias[:rows])
 
     @staticmethod
     def backward(ctx, grad):  # type: ignore[no-untyped-def]
         (x,) = ctx.saved_tensors
-        weight, rows = ctx.weight, ctx.rows
-        size = grad.shape[-1]
+        weight, rows, group = ctx.weight, ctx.rows, ctx.group
         # A saved tensor comes with its graph, which leads to the stage's input and its gradient:
         # on a tape they would stay until the weight half.
-        flat, x = grad.reshape(-1, size), x.detach().reshape(-1, x.shape[-1])
-        grad_x = grad_bias = None
+        x = x.detach()
+        shared = group is not None and group.sequence_parallel
+        if shared:  # nothing is exchanged in a weight half
+            x = group.gather(x)[: ctx.tokens]
+        flat, x = grad.flatten(0, -2), x.flatten(0, -2)
+        grad_x = grad_bias = summing = None
         if ctx.needs_input_grad[0]:
             wide, used = _operands(flat, weight[:rows])
             grad_x = wide.mm(used).to(grad.dtype).view(*grad.shape[:-1], -1)
+            if group is not None:
+                summing = group.begin_shared_sum(grad_x) if shared else group.begin_sum(grad_x)
         if ctx.needs_input_grad[2]:
             grad_bias = flat.sum(0)
             if rows is not None and rows < len(weight):
@@ -135,19 +145,32 @@ class _Linear(torch.autograd.Function):
 
         if ctx.needs_input_grad[1]:
             _settle(weight, ctx.tape, add)
-        return grad_x, None, grad_bias, None
+        if summing is not None:
+            grad_x = summing.wait()
+        return grad_x, None, grad_bias, None, None, None
 
 
 class _Lookup(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, indices, weight):  # type: ignore[no-untyped-def]
-        ctx.save_for_backward(indices)
+    def forward(ctx, indices, weight, first):  # type: ignore[no-untyped-def]
+        absent = None
+        if first is not None:
+            indices = indices - first
+            absent = (indices < 0) | (indices >= len(weight))
+            indices = indices.masked_fill(absent, 0)
+        ctx.save_for_backward(indices, absent)
         ctx.weight, ctx.tape = weight, _RECORDER.tape
-        return functional.embedding(indices, weight)
+        out = functional.embedding(indices, weight)
+        return out if absent is None else out.masked_fill_(absent[:, None], 0.0)
 
     @staticmethod
     def backward(ctx, grad):  # type: ignore[no-untyped-def]
-        (indices,) = ctx.saved_tensors
+        indices, absent = ctx.saved_tensors
+        if absent is not None and grad.device.type == "cpu":
+            here = ~absent
+            indices, grad = indices[here], grad[here]
+        elif absent is not None:  # their number would have to be waited for
+            grad = grad.masked_fill(absent[:, None], 0.0)
 
         def add(total: Tensor) -> None:
             # Only rows that were looked up are touched: autograd's own way makes a whole table.
@@ -158,20 +181,39 @@ class _Lookup(torch.autograd.Function):
 
         if ctx.needs_input_grad[1]:
             _settle(ctx.weight, ctx.tape, add)
-        return None, None
+        return None, None, None
 
 
 def linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, rows: int | None = None
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    rows: int | None = None,
+    group: TensorGroup | None = None,
+    tokens: int | None = None,
 ) -> Tensor:
-    """``[..., input] -> [..., output]`` by a parameter; with ``rows``, by its first rows only."""
-    out: Tensor = _Linear.apply(x, weight, bias, rows)
+    """``[..., input] -> [..., output]`` by a parameter; with ``rows``, by its first rows only.
+
+    Args:
+        x: the input.
+        weight: ``[output, input]``.
+        bias: ``[output]``.
+        rows: outputs that are wanted.
+        group: workers that each have some of the outputs. The gradient of ``x`` is summed over
+            them, while that of the weight is made. With sequence parallelism each has a share of
+            the rows of ``x``, which are gathered, in the backward again.
+        tokens: how many there are together then.
+    """
+    out: Tensor = _Linear.apply(x, weight, bias, rows, group, tokens)
     return out
 
 
-def lookup(indices: Tensor, weight: Tensor) -> Tensor:
-    """``[T]`` rows of a table, which is a parameter -> ``[T, width]``."""
-    out: Tensor = _Lookup.apply(indices, weight)
+def lookup(indices: Tensor, weight: Tensor, first: int | None = None) -> Tensor:
+    """``[T]`` rows of a table, which is a parameter -> ``[T, width]``.
+
+    ``first``: the parameter has rows of the table from there on only; others come as zeros.
+    """
+    out: Tensor = _Lookup.apply(indices, weight, first)
     return out
 
 

@@ -52,33 +52,44 @@ class Channel:
 
     ``staged``: tensors on a GPU go by way of host memory. Workers that share a GPU use gloo, since
     NCCL wants one GPU for each.
+
+    Peers are devices. Where ``sharing`` workers are one device, the one number ``index`` of each
+    talks to that number of the others.
     """
 
     rank: int
     up: dist.ProcessGroup
     down: dist.ProcessGroup
     staged: bool = False
+    index: int = 0
+    sharing: int = 1
 
     @classmethod
-    def create(cls, device: torch.device, timeout: timedelta) -> Channel:
+    def create(cls, device: torch.device, timeout: timedelta, sharing: int = 1) -> Channel:
         """Make both groups. Collective."""
         up, down = (dist.new_group(timeout=timeout) for _ in range(2))
         staged = device.type != "cpu" and dist.get_backend() == "gloo"
-        return cls(dist.get_rank(), up, down, staged)
+        rank, index = divmod(dist.get_rank(), sharing)
+        return cls(rank, up, down, staged, index, sharing)
 
     def send(self, tensor: torch.Tensor, peer: int) -> Message:
         """Begin to send; ``tensor`` must stay as it is until the message is done."""
         data = self._host(tensor).copy_(tensor) if self.staged else tensor
-        work = dist.isend(data, peer, group=self.up if peer > self.rank else self.down)
+        group = self.up if peer > self.rank else self.down
+        work = dist.isend(data, self._process(peer), group=group)
         assert work is not None
         return Staged(work, data) if self.staged else work
 
     def receive(self, tensor: torch.Tensor, peer: int) -> Message:
         """Begin to receive into ``tensor``."""
         data = self._host(tensor) if self.staged else tensor
-        work = dist.irecv(data, peer, group=self.down if peer > self.rank else self.up)
+        group = self.down if peer > self.rank else self.up
+        work = dist.irecv(data, self._process(peer), group=group)
         assert work is not None
         return Staged(work, data, tensor) if self.staged else work
+
+    def _process(self, device: int) -> int:
+        return device * self.sharing + self.index
 
     @staticmethod
     def _host(tensor: torch.Tensor) -> torch.Tensor:

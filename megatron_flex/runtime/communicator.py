@@ -37,11 +37,14 @@ class explain:  # noqa: N801 - reads as a statement
     def __exit__(self, kind: type | None, error: BaseException | None, _: object) -> None:
         if isinstance(error, RuntimeError):
             limit = f"{self._what} (time-out {self._world.timeout.total_seconds():.0f} s)"
-            raise lost(self._world.rank, limit, error) from error
+            raise lost(self._world.process, limit, error) from error
 
 
 class Communicator:
-    """Sends and receives activations and gradients of shape ``[tokens, 1, hidden]``."""
+    """Sends and receives activations and gradients of shape ``[tokens, 1, hidden]``.
+
+    Of the tokens that are here, where the workers of a device divide them.
+    """
 
     def __init__(self, world: World, hidden_size: int, dtype: torch.dtype) -> None:
         self._world = world
@@ -61,17 +64,18 @@ class Communicator:
     def _post(self) -> None:
         while self._expected and len(self._posted) < POSTED:
             op = self._expected.popleft()
-            buffer = torch.empty(
-                op.tokens, 1, self._hidden, dtype=self._dtype, device=self._world.device
-            )
+            buffer = torch.empty(self._shape(op), dtype=self._dtype, device=self._world.device)
             assert self._world.pipeline is not None
             with explain(op, self._world):
                 work = self._world.pipeline.receive(buffer, op.peer)
             self._posted.append((op, buffer, work))
 
+    def _shape(self, op: Transfer) -> tuple[int, int, int]:
+        return self._world.tensor.rows(op.tokens), 1, self._hidden
+
     def send(self, op: Transfer, tensor: torch.Tensor) -> None:
         """Send ``tensor`` without waiting for the peer."""
-        if tensor.shape != (op.tokens, 1, self._hidden):
+        if tensor.shape != self._shape(op):
             raise ValueError(f"'{op}' would send a tensor of shape {tuple(tensor.shape)}")
         tensor = tensor.contiguous()
         assert self._world.pipeline is not None

@@ -76,4 +76,4 @@ class Deliveries:
             work.wait(self._world.timeout)
         except RuntimeError as error:
             limit = f"{what} (time-out {self._world.timeout.total_seconds():.0f} s)"
-            raise lost(self._world.rank, limit, error) from error
+            raise lost(self._world.process, limit, error) from error

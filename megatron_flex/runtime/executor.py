@@ -12,11 +12,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron_flex.model.tensor_group import TensorGroupError
 from megatron_flex.runtime import exact
 from megatron_flex.runtime.arena import ArenaTransport
 from megatron_flex.runtime.clock import Clock, Measured
 from megatron_flex.runtime.communicator import Communicator, explain
 from megatron_flex.runtime.compute import Passes
+from megatron_flex.runtime.failure import lost
 from megatron_flex.runtime.holdings import Holdings
 from megatron_flex.runtime.memory import Expected
 from megatron_flex.runtime.optimizer import OptimizerConfig, clip_coefficient, update
@@ -127,7 +129,11 @@ class Executor:
         with torch.set_grad_enabled(training):
             for instruction in instructions:
                 started = clock.start(instruction)
-                self.handlers[type(instruction)](run, instruction)
+                try:
+                    self.handlers[type(instruction)](run, instruction)
+                except TensorGroupError as error:
+                    what = f"{instruction} with the workers that share its layers"
+                    raise lost(self.world.process, what, error) from error
                 clock.stop(instruction, started)
         self._communicator.finish()
         self._swap.settle()
@@ -235,9 +241,13 @@ class Executor:
         if work is not None:
             with explain(f"gradient reduction of slab {number}", self.world):
                 work.wait(self.world.timeout)
-        if slab.sums is not None and number not in run.finished:
-            exact.finish(slab)
+        if number not in run.finished:
             run.finished.add(number)
+            gradient = slab.grads if slab.sums is None else slab.sums
+            for start, stop in slab.layout.partial:
+                self.world.tensor.sum(gradient[start:stop])
+            if slab.sums is not None:
+                exact.finish(slab)
         return slab
 
     def _squared_norm(self, run: Run, op: SquaredNorm) -> None:
@@ -255,7 +265,8 @@ class Executor:
 
     def _global_norm(self, run: Run, _: GlobalNorm) -> None:
         # Each element has one contributor and zeros elsewhere, so the sum is exact and the
-        # same whatever the plan; it is taken in slab and micro-batch order afterwards.
+        # same whatever the plan; it is taken in slab and micro-batch order afterwards. Where
+        # workers share the layers, each has its squares, and the first speaks for the others.
         # The last signal is this class's own: whether hand-overs can go through host memory.
         # A group may be destroyed when all have passed the norm after its last use.
         run.prefixes.finish()
@@ -263,7 +274,11 @@ class Executor:
         if run.training:
             self._swap.begin(self._to_update(run))
         signals = torch.tensor((*run.inputs.signals, self._states.unready), dtype=torch.float64)
-        parts = [run.squares.cpu(), run.losses.flatten().cpu(), run.zeros.cpu(), signals]
+        sharing, first = self.world.tensor, self.world.tensor.index == 0
+        squares = torch.zeros(sharing.size, len(run.squares), dtype=torch.float64)
+        squares[sharing.index] = run.squares
+        losses = run.losses if first else torch.zeros_like(run.losses)
+        parts = [squares.flatten(), losses.flatten().cpu(), run.zeros.cpu(), signals]
         before, foreseen = self._after_norm
         mine = replace(
             self.clock.measured(),
@@ -272,7 +287,8 @@ class Executor:
         )
         self.holdings.memory.begin(self.holdings.pool.kept)
         rows = torch.zeros(self.world.size, len(fields(mine)), dtype=torch.float64)
-        rows[self.world.rank] = torch.tensor(astuple(mine))
+        if first:
+            rows[self.world.rank] = torch.tensor(astuple(mine))
         parts.append(rows.flatten())
         combined = torch.cat(parts)
         if self.world.control is not None:

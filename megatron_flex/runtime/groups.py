@@ -151,13 +151,20 @@ class ReductionGroups:
     def _make(self, ranks: Ranks, number: int) -> Group:
         name = f"reduction/{','.join(map(str, ranks))}/{number}"
         store = dist.PrefixStore(name, self._store)
-        place, size = ranks.index(self._rank), len(ranks)
-        if self._backend == "nccl":
-            options = dist.ProcessGroupNCCL.Options()
-            options._timeout = self._timeout
-            return dist.ProcessGroupNCCL(store, place, size, options)
-        return dist.ProcessGroupGloo(store, place, size, self._timeout)
+        return make_group(store, ranks.index(self._rank), len(ranks), self._backend, self._timeout)
 
     @staticmethod
     def _destroy(future: Future[Group]) -> None:
         future.result().shutdown()
+
+
+def make_group(store: dist.Store, place: int, size: int, backend: str, timeout: timedelta) -> Group:
+    """A process group of the ``size`` workers that give the same ``store``; ``place`` is its own.
+
+    Nobody else takes part.
+    """
+    if backend == "nccl":
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = timeout
+        return dist.ProcessGroupNCCL(store, place, size, options)
+    return dist.ProcessGroupGloo(store, place, size, timeout)

@@ -14,9 +14,11 @@ from megatron_flex.model.blocks import Block, build_shell, decays
 from megatron_flex.model.config import ModelConfig
 from megatron_flex.model.initialize import initialize
 from megatron_flex.model.megatron import DTYPES
+from megatron_flex.model.tensor_cut import cut_of, is_partial
+from megatron_flex.model.tensor_group import SOLO, TensorGroup
 from megatron_flex.planner.plan import Plan
 from megatron_flex.runtime.memory import MemoryMeter
-from megatron_flex.runtime.slab import Slab, SlabLayout, SlabPool
+from megatron_flex.runtime.slab import Sharing, Slab, SlabLayout, SlabPool
 from megatron_flex.schedule.shards import Range, sharded_slabs, share
 from megatron_flex.schedule.slabs import slab_holders
 
@@ -41,14 +43,17 @@ class Holdings:
         device: torch.device,
         *,
         exact: bool = False,
+        group: TensorGroup = SOLO,
     ) -> None:
-        """Hold what ``plan`` gives to ``rank``, with initial values.
+        """Hold what ``plan`` gives to the device ``rank``, with initial values.
 
         Args:
             exact: keep exact sums of gradients (:mod:`megatron_flex.runtime.exact`).
+            group: the workers that are the device together; this one's share is held.
         """
         self.config = config
         self.rank = rank
+        self.group = group
         self.device = device
         self.exact = exact
         self.slabs: dict[int, Slab] = {}
@@ -220,7 +225,7 @@ class Holdings:
     def _shell(self, unit: int) -> tuple[Block, dict[str, torch.nn.Parameter]]:
         """The block of a unit without memory, and its parameters as they are then."""
         if unit not in self._shells:
-            block = build_shell(self.config.layers.units[unit], self.config)
+            block = build_shell(self.config.layers.units[unit], self.config, group=self.group)
             parameters = {
                 name: parameter
                 for of_slab in block.slab_parameters().values()
@@ -235,8 +240,15 @@ class Holdings:
             names = self._names(unit, number)
             parameters = self._shell(unit)[1]
             shapes = ((name, parameters[name].shape) for name in names)
-            self._layouts[number] = SlabLayout.of(shapes, decays)
+            self._layouts[number] = SlabLayout.of(shapes, decays, self._sharing, self.group.index)
         return self._layouts[number]
+
+    def _sharing(self, name: str) -> Sharing:
+        group = self.group
+        if group.size == 1 or cut_of(self.config, name) is not None:
+            return Sharing.CUT
+        partial = is_partial(self.config, name, sequence_parallel=group.sequence_parallel)
+        return Sharing.PARTIAL if partial else Sharing.WHOLE
 
     def _names(self, unit: int, slab: int) -> list[str]:
         """Names of a unit's parameters that lie in ``slab``, in the order of initialisation."""
@@ -253,5 +265,6 @@ class Holdings:
     def _initialize(self, slab: Slab) -> None:
         slab.params.zero_()  # what is between parameters too
         names = self._names(self._units(slab.index)[0], slab.index)
-        initialize(self.config, slab.index, {name: slab.parameters[name] for name in names})
+        parameters = {name: slab.parameters[name] for name in names}
+        initialize(self.config, slab.index, parameters, self.group)
         slab.masters_from_params()

@@ -20,14 +20,25 @@ STORE_TIMEOUT = timedelta(seconds=5)
 
 
 def start(
-    backend: Literal["nccl", "gloo"] | None, timeout_minutes: float
+    backend: Literal["nccl", "gloo"] | None,
+    timeout_minutes: float,
+    sharing: int = 1,
+    *,
+    sequence_parallel: bool = False,
 ) -> tuple[World, FirstFailure, Completion]:
     """Join the job that torchrun (or a Slurm script) describes in the environment.
 
     Without ``WORLD_SIZE`` in the environment this is a job of one worker. ``backend`` of ``None``
-    takes NCCL where there is CUDA and gloo elsewhere. Raises ``SystemExit`` with one message when
-    the environment is incomplete or the workers cannot meet.
+    takes NCCL where there is CUDA and gloo elsewhere. ``sharing`` neighbouring workers are one
+    device, and divide tokens too if ``sequence_parallel``. Raises ``SystemExit`` with one
+    message when the environment is incomplete or the workers cannot meet.
     """
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", str(sharing)))
+    if local % sharing:
+        raise SystemExit(
+            f"{local} workers on a server are no multiple of --tensor-model-parallel-size"
+            f" {sharing}: workers that share layers must be on one server; change one of them"
+        )
     cuda = torch.cuda.is_available()
     if backend == "nccl" and not cuda:
         raise SystemExit(
@@ -57,7 +68,8 @@ def start(
         failure = FirstFailure(own, rank, hosts=rank == 0 and not agent)
         completion = Completion(store if agent else None)
     with failure.watch():
-        return World.create(device, timeout), failure, completion
+        world = World.create(device, timeout, sharing, sequence_parallel=sequence_parallel)
+        return world, failure, completion
 
 
 def _join(rank: int, size: int, backend: str, timeout: timedelta) -> dist.Store:

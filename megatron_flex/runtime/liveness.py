@@ -17,19 +17,24 @@ _TAG = 0x11FE
 
 
 class Liveness:
-    """Looks after the other workers of ``group``, a gloo group of all workers of the job."""
+    """Looks after the other workers of ``group``, a gloo group of all workers of the job.
 
-    def __init__(self, rank: int, group: dist.ProcessGroup) -> None:
-        self._rank = rank
+    ``sharing`` workers are one device; those of this one's number in it are looked after.
+    """
+
+    def __init__(self, process: int, group: dist.ProcessGroup, sharing: int = 1) -> None:
+        self._rank, self._index = divmod(process, sharing)
+        self._sharing = sharing
         self._group = group
         # Nobody receives these; gloo needs their memory for as long as the group exists.
         self._sent: list[tuple[torch.Tensor, object]] = []
 
     def check(self, ranks: Iterable[int]) -> None:
-        """Raise ``RuntimeError`` that names the first of ``ranks`` that is gone."""
-        for peer in ranks:
-            if peer == self._rank:
+        """Raise ``RuntimeError`` that names the first that is gone of the devices ``ranks``."""
+        for device in ranks:
+            if device == self._rank:
                 continue
+            peer = device * self._sharing + self._index
             byte = torch.zeros(1, dtype=torch.uint8)
             try:
                 self._sent.append((byte, dist.isend(byte, peer, group=self._group, tag=_TAG)))

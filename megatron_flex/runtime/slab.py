@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from enum import Enum
 
 import numpy as np
 import torch
@@ -35,30 +36,71 @@ class Entry:
         return self.shape.numel()
 
 
+class Sharing(Enum):
+    """How the workers that share a layer have one of its parameters, in the order in a slab."""
+
+    CUT = "each a part"
+    WHOLE = "each all of it, and all of its gradient"
+    PARTIAL = "each all of it, and a part of the sum that is its gradient"
+
+
 @dataclass(frozen=True)
 class SlabLayout:
-    """Where each parameter lies: weight-decayed ones in ``[0, decayed)``, the others after."""
+    """Where each parameter lies: weight-decayed ones in ``[0, decayed)``, the others after.
+
+    Attributes:
+        counted: ranges whose squares and zeros this worker counts. Where workers share the layers,
+            each counts what is cut, and the first what all of them have.
+        partial: ranges whose gradient is the sum of theirs.
+    """
 
     entries: tuple[Entry, ...]
     decayed: int
     numel: int
+    counted: tuple[Range, ...]
+    partial: tuple[Range, ...] = ()
 
     @classmethod
     def of(
-        cls, shapes: Iterable[tuple[str, torch.Size]], decays: Callable[[str, torch.Size], bool]
+        cls,
+        shapes: Iterable[tuple[str, torch.Size]],
+        decays: Callable[[str, torch.Size], bool],
+        sharing: Callable[[str], Sharing] = lambda _: Sharing.CUT,
+        index: int = 0,
     ) -> SlabLayout:
-        """Lay out parameters, given as (name, shape); ``decays`` says which are weight-decayed."""
+        """Lay out parameters, given as (name, shape).
+
+        Args:
+            shapes: of this worker's own tensors.
+            decays: says which are weight-decayed.
+            sharing: says how workers that share the layers have them; those of a kind lie together.
+            index: this worker's number among them.
+        """
         listed = list(shapes)
         entries: list[Entry] = []
+        ranges: dict[Sharing, list[Range]] = {kind: [] for kind in Sharing}
         offset = decayed = 0
         for group in (True, False):
-            for name, shape in listed:
-                if decays(name, shape) is group:
-                    entries.append(Entry(name, shape, offset))
-                    offset = _round_up(offset + shape.numel(), ALIGNMENT)
+            for kind in Sharing:
+                start = offset
+                for name, shape in listed:
+                    if decays(name, shape) is group and sharing(name) is kind:
+                        entries.append(Entry(name, shape, offset))
+                        offset = _round_up(offset + shape.numel(), ALIGNMENT)
+                if offset > start:
+                    ranges[kind].append((start, offset))
             if group:
                 decayed = offset
-        return cls(tuple(entries), decayed, _round_up(offset, ROW))
+        numel = _round_up(offset, ROW)
+        counted = tuple(ranges[Sharing.CUT]) if index else ((0, numel),)
+        return cls(tuple(entries), decayed, numel, counted, tuple(ranges[Sharing.PARTIAL]))
+
+    def counted_of(self, part: Range | None) -> list[Range]:
+        """What of ``part`` (of all) is counted here."""
+        if part is None:
+            return list(self.counted)
+        ranges = [(max(start, part[0]), min(stop, part[1])) for start, stop in self.counted]
+        return [(start, stop) for start, stop in ranges if start < stop]
 
 
 @dataclass(frozen=True)
@@ -277,25 +319,35 @@ class Slab:
             self.updated = False
 
     def squared_norm(self, part: Range | None = None) -> torch.Tensor:
-        """Squared norm of the gradient (of a part), a float64 scalar.
+        """Squared norm of the gradient (of a part) as far as it is counted here, a float64 scalar.
 
         Rows in float32, their squares summed in float64: the layout of a slab does not depend on
         the plan, so neither do the bits of this sum.
         """
-        start, stop = (0, self.layout.numel) if part is None else part
-        row = math.gcd(stop - start, ROW) or ROW
-        rows = torch.linalg.vector_norm(self.grads[start:stop].view(-1, row), dim=1)
-        return rows.double().square().sum()
+        total = torch.zeros((), dtype=torch.float64, device=self.grads.device)
+        for start, stop in self.layout.counted_of(part):
+            row = math.gcd(stop - start, ROW) or ROW
+            rows = torch.linalg.vector_norm(self.grads[start:stop].view(-1, row), dim=1)
+            total += rows.double().square().sum()
+        return total
 
     def zeros(self, part: Range | None = None) -> torch.Tensor:
-        """Number of parameters (of a part) whose gradient is zero; padding does not count."""
-        start, stop = (0, self.layout.numel) if part is None else part
+        """Number of parameters (of a part) whose gradient is zero, as far as they are counted here.
+
+        Padding does not count.
+        """
         counts = [torch.zeros((), dtype=torch.int64, device=self.grads.device)]
-        for entry in self.layout.entries:
-            first, last = max(start, entry.offset), min(stop, entry.offset + entry.numel)
-            if first < last:
-                counts.append((self.grads[first:last] == 0).sum())
+        for start, stop in self.layout.counted_of(part):
+            for entry in self.layout.entries:
+                first, last = max(start, entry.offset), min(stop, entry.offset + entry.numel)
+                if first < last:
+                    counts.append((self.grads[first:last] == 0).sum())
         return torch.stack(counts).sum()
+
+    def squared_weights(self) -> float:
+        """Squared norm of the parameters as far as they are counted here."""
+        parts = (self.params[start:stop] for start, stop in self.layout.counted)
+        return sum(part.detach().double().square().sum().item() for part in parts)
 
     def named_state(self, *, model: bool = True, optimizer: bool = True) -> dict[str, torch.Tensor]:
         """Views of everything that a checkpoint holds, by name.

@@ -88,11 +88,11 @@ class _Copy:
             if not isinstance(self.what, StateOp):
                 raise
             raise CommunicationError(
-                f"worker {self.world.rank}: '{self.what}' through host memory failed: {error}"
+                f"worker {self.world.process}: '{self.what}' through host memory failed: {error}"
             ) from error
         except FutureTimeoutError as error:
             raise CommunicationError(
-                f"worker {self.world.rank}: '{self.what}' was not done within {seconds:.0f} s"
+                f"worker {self.world.process}: '{self.what}' was not done within {seconds:.0f} s"
             ) from error
 
 

@@ -12,15 +12,21 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron_flex.model.tensor_group import SOLO, TensorGroup
 from megatron_flex.runtime.channel import Channel
 from megatron_flex.runtime.failure import lost
-from megatron_flex.runtime.groups import ReductionGroups
+from megatron_flex.runtime.groups import ReductionGroups, make_group
 from megatron_flex.runtime.liveness import Liveness
 
 
 @dataclass
 class World:
     """This worker's place among all, and its communicators.
+
+    Programs and plans know devices: ``rank`` is this one of ``size``. A device is one worker, or a
+    group of neighbouring ones that share its layers: ``tensor``. ``process`` is this worker's
+    number among all ``processes``. ``pipeline``, ``state`` and ``reductions`` join the workers of
+    one place in their groups, ``control`` joins all.
 
     ``pipeline`` carries activations and their gradients, ``state`` weights and optimizer state (so
     that they never block activations), ``control`` norms, losses and agreements. ``reductions``
@@ -35,24 +41,72 @@ class World:
     state: Channel | None = None
     control: dist.ProcessGroup | None = None
     reductions: ReductionGroups | None = None
+    tensor: TensorGroup = SOLO
 
     @classmethod
-    def create(cls, device: torch.device, timeout: timedelta) -> World:
-        """Make the world-wide groups. Collective; the default group must exist if size > 1."""
+    def create(
+        cls,
+        device: torch.device,
+        timeout: timedelta,
+        sharing: int = 1,
+        *,
+        sequence_parallel: bool = False,
+    ) -> World:
+        """Make the world-wide groups. Collective; the default group must exist if size > 1.
+
+        Args:
+            device: where this worker's tensors are.
+            timeout: longest wait for another worker.
+            sharing: neighbouring workers that are one device; the number of workers is a multiple.
+            sequence_parallel: they divide tokens too.
+        """
         if not dist.is_initialized() or dist.get_world_size() == 1:
             return cls(0, 1, device, timeout)
-        rank = dist.get_rank()
-        pipeline, state = (Channel.create(device, timeout) for _ in range(2))
+        process, processes = dist.get_rank(), dist.get_world_size()
+        if processes % sharing:
+            raise ValueError(f"{processes} workers are no multiple of {sharing}")
+        rank, index = divmod(process, sharing)
+        pipeline, state = (Channel.create(device, timeout, sharing) for _ in range(2))
         control = dist.new_group(timeout=timeout, backend="gloo")
+        backend, store = dist.get_backend(), _default_store()
+        tensor = SOLO
+        if sharing > 1:
+            own = dist.PrefixStore(f"layers of device {rank}", store)
+            tensor = TensorGroup(
+                index,
+                sharing,
+                make_group(own, index, sharing, backend, timeout),
+                scatters=backend == "nccl",
+                sequence_parallel=sequence_parallel,
+            )
+            store = dist.PrefixStore(f"place {index}", store)
         reductions = ReductionGroups(
-            rank, _default_store(), dist.get_backend(), timeout, liveness=Liveness(rank, control)
+            rank, store, backend, timeout, liveness=Liveness(process, control, sharing)
         )
         return cls(
-            rank, dist.get_world_size(), device, timeout, pipeline, state, control, reductions
+            rank,
+            processes // sharing,
+            device,
+            timeout,
+            pipeline,
+            state,
+            control,
+            reductions,
+            tensor,
         )
 
+    @property
+    def process(self) -> int:
+        """This worker's number among all."""
+        return self.rank * self.tensor.size + self.tensor.index
+
+    @property
+    def processes(self) -> int:
+        """Number of workers."""
+        return self.size * self.tensor.size
+
     def broadcast(self, value: object) -> object:
-        """Rank 0's ``value``, on every worker."""
+        """The first worker's ``value``, on every worker."""
         if self.control is None:
             return value
         box = [value]
@@ -61,7 +115,7 @@ class World:
         return box[0]
 
     def deliver(self, messages: Sequence[bytes] | None) -> bytes:
-        """Each worker's own message; ``messages`` of the first worker, by rank."""
+        """The message to each worker's device; ``messages`` of the first worker, by device."""
         if self.control is None:
             assert messages is not None
             return messages[0]
@@ -74,19 +128,24 @@ class World:
             rows = None
             if messages is not None:
                 padded = b"".join(m.ljust(longest, b"\0") for m in messages)
-                rows = list(torch.frombuffer(bytearray(padded), dtype=torch.uint8).split(longest))
+                each = torch.frombuffer(bytearray(padded), dtype=torch.uint8).split(longest)
+                rows = [row for row in each for _ in range(self.tensor.size)]
             mine = torch.empty(longest, dtype=torch.uint8)
             dist.scatter(mine, rows, src=0, group=self.control)
         return mine[: int(sizes[self.rank])].numpy().tobytes()
 
     def gather(self, value: object) -> list[Any]:
-        """The ``value`` of every worker by rank, on every worker."""
+        """The ``value`` of every worker, in their order, on every worker."""
         if self.control is None:
             return [value]
-        values: list[Any] = [None] * self.size
+        values: list[Any] = [None] * self.processes
         with self._together("what all workers say"):
             dist.all_gather_object(values, value, group=self.control)
         return values
+
+    def alike(self, values: Sequence[Any]) -> list[Any]:
+        """Of values of all workers those of this one's place in each device, by device."""
+        return list(values[self.tensor.index :: self.tensor.size])
 
     def barrier(self) -> None:
         """Wait for all workers."""
@@ -120,7 +179,7 @@ class World:
         try:
             yield
         except RuntimeError as error:
-            raise lost(self.rank, what, error) from error
+            raise lost(self.process, what, error) from error
 
 
 def _default_store() -> dist.Store:
@@ -134,9 +193,12 @@ def local_rank() -> int:
     return int(os.environ.get("LOCAL_RANK", "0"))
 
 
-def server_size(world_size: int) -> int:
-    """Workers of one server, as torchrun says; all where nobody says."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", str(world_size)))
+def server_size(devices: int, sharing: int = 1) -> int:
+    """Devices of one server, as torchrun says; all ``devices`` where nobody says.
+
+    ``sharing``: workers that are one device.
+    """
+    return int(os.environ.get("LOCAL_WORLD_SIZE", str(devices * sharing))) // sharing
 
 
 def workers_per_gpu() -> int:

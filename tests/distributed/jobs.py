@@ -16,9 +16,11 @@ from megatron_flex.data.global_batch import GlobalBatch
 from megatron_flex.data.microbatch import MicroBatch
 from megatron_flex.data.packed import PackedBatch
 from megatron_flex.model.config import ModelConfig
+from megatron_flex.model.tensor_cut import cut_of, full_shape, pieces
 from megatron_flex.planner.footprint import Footprint
 from megatron_flex.planner.memory import slab_elements
 from megatron_flex.planner.plan import Plan
+from megatron_flex.planner.tensor import TensorParallel
 from megatron_flex.programs import build_program
 from megatron_flex.runtime.arena import ArenaTransport
 from megatron_flex.runtime.executor import Executor, Handler
@@ -65,11 +67,16 @@ Fault = Callable[[Executor, Program], Program]
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one rank reports: the losses (the same on all) and the state that it owns."""
+    """What one rank reports: the losses (the same on all) and the state that it owns.
+
+    Of ``config``'s tensors each of ``sharing`` ranks of a device has a part.
+    """
 
     results: tuple[StepResult, ...]
     state: dict[str, torch.Tensor]
     updates: int
+    config: ModelConfig
+    sharing: int
 
 
 def batch_of(iteration: int, size: int = 8, longest: int = 60) -> GlobalBatch:
@@ -143,6 +150,8 @@ def train(
     scatter: bool = False,
     each: Callable[[int, Executor], None] | None = None,
     arena: Callable[[World], ArenaTransport] | None = None,
+    sharing: int = 1,
+    sequence_parallel: bool = False,
 ) -> Outcome:
     """Train on this worker's part of ``plans``: one, or one for each iteration (the last stays).
 
@@ -160,8 +169,11 @@ def train(
         migrate: the last half of the micro-batches runs on the next plan already.
         each: called after every iteration.
         arena: makes what carries late moves within a server; by default messages do.
+        sharing: ranks that are one device, and share its layers.
+        sequence_parallel: they divide tokens too.
     """
-    world = World.create(torch.device("cpu"), timedelta(seconds=30))
+    cpu, limit = torch.device("cpu"), timedelta(seconds=30)
+    world = World.create(cpu, limit, sharing, sequence_parallel=sequence_parallel)
     if capacity is not None and world.reductions is not None:
         world.reductions.capacity = capacity
     if scatter and world.reductions is not None:
@@ -171,10 +183,13 @@ def train(
     layers = config.layers
     for plan in listed:
         plan.check(layers.num_units, world.size)
-    holdings = Holdings(config, listed[0], world.rank, world.device, exact=exact)
+    holdings = Holdings(
+        config, listed[0], world.rank, world.device, exact=exact, group=world.tensor
+    )
     optimizer = OptimizerConfig(adam_eps=ADAM_EPS, clip_grad=CLIP_GRAD)
     executor = Executor(world, holdings, optimizer, None if arena is None else arena(world))
-    footprint = Footprint(config, exact=exact)
+    tensor = TensorParallel(sharing, sequence_parallel)
+    footprint = Footprint(config, exact=exact, tensor=tensor)
     results = []
     broken = False
     honest = dict(executor.handlers)
@@ -185,14 +200,23 @@ def train(
             odd = frozenset((s, d) for s in range(layers.num_slabs) for d in range(world.size)
                             if (s + d) % 2)  # fmt: skip
             late = {"early": frozenset[tuple[int, int]](), "late": None, "mixed": odd}[way]
-            switch = transition(plan, following, layers, late=late, elements=slab_elements(config))
+            switch = transition(
+                plan, following, layers, late=late, elements=slab_elements(config, tensor)
+            )
         batch = batch_of(iteration, longest=longest)
         batch = replace(batch, denominators=denominators(config, batch, masked))
         by = cut or Cut(budget or 2 * longest // 3)
         parts = by.micro_batches(batch, plan.cut)
         moved = _second_half(parts) if migrate else ()
         program = build_program(
-            config, plan, parts, world.size, policy=policy, switch=switch, moved=moved
+            config,
+            plan,
+            parts,
+            world.size,
+            policy=policy,
+            switch=switch,
+            moved=moved,
+            tensor=tensor,
         )
         validate(program, layers)
         if world.reductions is not None:
@@ -222,7 +246,7 @@ def train(
             each(iteration, executor)
     executor.settle()
     state = {k: v.clone() for k, v in owned_state(world, holdings).items()}
-    return Outcome(tuple(results), state, holdings.updates)
+    return Outcome(tuple(results), state, holdings.updates, config, sharing)
 
 
 def _second_half(parts: Sequence[MicroBatch]) -> tuple[int, ...]:
@@ -280,14 +304,34 @@ Merged = tuple[tuple[StepResult, ...], dict[str, torch.Tensor]]
 
 def merge(outcomes: list[Outcome]) -> Merged:
     """One run's losses and its whole state. Every tensor must have exactly one owner."""
-    state: dict[str, torch.Tensor] = {}
+    parts: dict[str, list[torch.Tensor]] = {}
+    first = outcomes[0]
     for outcome in outcomes:
-        assert outcome.results == outcomes[0].results, "workers disagree about the results"
-        assert not state.keys() & outcome.state.keys(), "a tensor has two owners"
-        state.update(outcome.state)
+        assert outcome.results == first.results, "workers disagree about the results"
+        for name, tensor in outcome.state.items():
+            parts.setdefault(name, []).append(tensor)
+    for name, tensors in parts.items():
+        assert len(tensors) == first.sharing, f"{name} has {len(tensors)} owners"
     counts = {o.updates for o in outcomes}
     assert len(counts) == 1, f"workers count different numbers of updates: {counts}"
-    return outcomes[0].results, state
+    return first.results, {n: whole(first.config, n, tensors) for n, tensors in parts.items()}
+
+
+def whole(config: ModelConfig, name: str, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The tensor of which ranks that share a layer have ``parts``; of a replicated one, all."""
+    cut = cut_of(config, name)
+    if cut is None:
+        assert all(part.equal(parts[0]) for part in parts), f"ranks have different {name}"
+        return parts[0]
+    if len(parts) == 1:
+        return parts[0]
+    whole = torch.empty(full_shape(parts[0].shape, cut, len(parts)), dtype=parts[0].dtype)
+    for index, part in enumerate(parts):
+        for piece in pieces(whole.shape, cut, index, len(parts)):
+            extent = piece.sizes[cut.dim]
+            source = part.narrow(cut.dim, piece.local[cut.dim], extent)
+            whole.narrow(cut.dim, piece.offsets[cut.dim], extent).copy_(source)
+    return whole
 
 
 def assert_same(

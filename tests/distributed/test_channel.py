@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from datetime import timedelta
+from typing import Any
 
 import torch
 
@@ -41,8 +42,8 @@ def trained(*arguments: object, **keywords: object) -> jobs.Outcome:
     """``jobs.train`` with all messages staged."""
     create = World.create.__func__  # type: ignore[attr-defined]
 
-    def staged(cls: type[World], device: torch.device, timeout: timedelta) -> World:
-        world: World = create(cls, device, timeout)
+    def staged(cls: type[World], *arguments: Any, **keywords: Any) -> World:
+        world: World = create(cls, *arguments, **keywords)
         assert world.pipeline is not None
         assert world.state is not None
         world.pipeline = replace(world.pipeline, staged=True)

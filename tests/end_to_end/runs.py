@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import shlex
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -18,11 +19,13 @@ from megatron_flex import entry
 from megatron_flex.arguments import parse
 from megatron_flex.config.config import Architecture
 from megatron_flex.loop.assemble import assemble
+from megatron_flex.model.config import ModelConfig
 from megatron_flex.runtime.shards import owned_state
 from megatron_flex.runtime.world import World
 from megatron_flex.telemetry.record import IterationRecord, ValidationRecord
 from megatron_flex.training import Trainer
 from tests.close import assert_numbers_close, assert_state_close
+from tests.distributed.jobs import whole
 from tests.distributed.pool import WorkerPool
 from tests.unit.data.files import write_flat
 
@@ -67,7 +70,10 @@ class History:
 
 @dataclass(frozen=True)
 class Run:
-    """One worker's account of a run: its history (equal on all workers), and its own state."""
+    """One worker's account of a run: its history (equal on all workers), and its own state.
+
+    Of the tensors of ``model`` each of ``sharing`` workers of a device has a part.
+    """
 
     history: History
     state: dict[str, torch.Tensor]
@@ -75,6 +81,8 @@ class Run:
     schedule: dict[str, Any]
     progress: dict[str, Any]
     printed: tuple[str, ...]
+    model: ModelConfig
+    sharing: int
 
     @property
     def losses(self) -> list[tuple[float, ...]]:
@@ -96,12 +104,19 @@ class _Quiet(Trainer):
 
 def train(argv: Sequence[str], architecture: Architecture = "gpt") -> Run:
     """What ``pretrain`` does, on this worker of the pool."""
-    world = World.create(torch.device("cpu"), timedelta(seconds=60))
     size = dist.get_world_size()
     config = parse(
         argv, architecture=architecture, world_size=size, saved_values=entry.saved_values
     )
-    trainer = _Quiet(config, world, assemble(config))
+    sharing = config.parallel.tensor_model_parallel_size
+    world = World.create(
+        torch.device("cpu"),
+        timedelta(seconds=60),
+        sharing,
+        sequence_parallel=config.parallel.sequence_parallel,
+    )
+    parts = assemble(config)
+    trainer = _Quiet(config, world, parts)
     history = History()
     with closing(trainer.recorder):
         trainer.recorder = history  # type: ignore[assignment]
@@ -115,6 +130,8 @@ def train(argv: Sequence[str], architecture: Architecture = "gpt") -> Run:
         trainer.schedule.state_dict(),
         trainer.progress.values(),
         tuple(vars(trainer)["printed"]),
+        parts.model,
+        sharing,
     )
 
 
@@ -128,15 +145,16 @@ def run(
 ) -> Run:
     """Run on ``size`` workers; they must agree about everything but whose state is whose."""
     accounts = workers.run(size, job, tuple(argv), architecture, timeout=timeout)
-    state: dict[str, torch.Tensor] = {}
+    first, parts = accounts[0], defaultdict[str, list[torch.Tensor]](list)
     for account in accounts:
-        assert account.losses == accounts[0].losses, "workers disagree about the losses"
-        assert account.updates == accounts[0].updates
-        assert account.progress == accounts[0].progress
-        assert not state.keys() & account.state.keys(), "a tensor has two owners"
-        state.update(account.state)
-    first = accounts[0]
-    return Run(first.history, state, first.updates, first.schedule, first.progress, first.printed)
+        assert account.losses == first.losses, "workers disagree about the losses"
+        assert account.updates == first.updates
+        assert account.progress == first.progress
+        for name, tensor in account.state.items():
+            parts[name].append(tensor)
+    for name, tensors in parts.items():
+        assert len(tensors) == first.sharing, f"{name} has {len(tensors)} owners"
+    return replace(first, state={n: whole(first.model, n, t) for n, t in parts.items()})
 
 
 def assert_equal_bits(actual: Run, expected: Run) -> None:

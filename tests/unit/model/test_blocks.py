@@ -285,7 +285,7 @@ def test_two_halves_equal_megatron_cores_whole_layer_bit_for_bit() -> None:
     from megatron_flex.model.megatron import (
         ModuleSpec,
         ProcessGroupCollection,
-        SoloGroup,
+        Ranks,
         transformer_config,
     )
 
@@ -307,7 +307,7 @@ def test_two_halves_equal_megatron_cores_whole_layer_bit_for_bit() -> None:
             mlp=mlp.mlp,
             mlp_bda=ModuleSpec(PlainAdd),
         ),
-        pg_collection=ProcessGroupCollection(tp=SoloGroup(), cp=SoloGroup(), pp=SoloGroup()),
+        pg_collection=ProcessGroupCollection(tp=Ranks(), cp=Ranks(), pp=Ranks()),
     )
     ours = {n.removeprefix("decoder.layers.0."): p for n, p in named_parameters(halves).items()}
     with torch.no_grad():

@@ -1,0 +1,238 @@
+"""Layers that workers share: as one process computes them, and as megatron-core's own do."""
+
+from __future__ import annotations
+
+import dataclasses
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_flex.model.blocks import Block, build_block
+from megatron_flex.model.config import ModelConfig
+from megatron_flex.model.initialize import take
+from megatron_flex.model.tensor_cut import cut_of, full_shape, is_partial
+from megatron_flex.model.tensor_group import TensorGroup
+from megatron_flex.runtime.world import World
+from tests.close import assert_close
+from tests.distributed import jobs
+from tests.distributed.pool import WorkerPool
+from tests.unit.model.support import (
+    build_model,
+    make_batch,
+    make_bert,
+    make_config,
+    named_parameters,
+    run,
+    split_batch,
+)
+
+DROPOUT = {"hidden_dropout": 0.2, "attention_dropout": 0.2}
+MODELS: dict[str, ModelConfig] = {
+    "gpt": make_config(vocab_size=41, padded_vocab_size=64, **DROPOUT),
+    "llama": make_config(
+        untie_embeddings_and_output_weights=True,
+        position_embedding_type="rope",
+        normalization="RMSNorm",
+        swiglu=True,
+        num_query_groups=2,
+        add_bias_linear=False,
+        qk_layernorm=True,
+        **DROPOUT,
+    ),
+    "post-norm": make_config(apply_residual_connection_post_layernorm=True),
+    "bert": make_bert(**DROPOUT),
+}
+
+
+def _shared_model(config: ModelConfig, group: TensorGroup) -> list[Block]:
+    blocks = [build_block(unit, config, group=group) for unit in config.layers.units]
+    tied = config.layers.tied_slab
+    if tied is not None:
+        for name, parameter in blocks[0].slab_parameters()[tied].items():
+            blocks[-1].bind(name, parameter)
+    return blocks
+
+
+def _randomize(
+    parameters: dict[str, torch.nn.Parameter], whole: ModelConfig, g: TensorGroup
+) -> None:
+    """Biases and norms too, so that each takes part; the same on all ranks."""
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for name, parameter in parameters.items():
+            cut = cut_of(whole, name)
+            noise = torch.randn(full_shape(parameter.shape, cut, g.size), generator=generator)
+            own = torch.empty_like(parameter)
+            take(own, noise, cut, g)
+            parameter.add_(own, alpha=0.1)
+
+
+def _world(sharing: int, sequence_parallel: bool) -> World:
+    limit = timedelta(seconds=30)
+    cpu = torch.device("cpu")
+    return World.create(cpu, limit, sharing, sequence_parallel=sequence_parallel)
+
+
+def _as_alone(config: ModelConfig, sequence_parallel: bool) -> None:
+    """Loss and gradients of a model shared by all ranks, and of one on this rank alone."""
+    size = dist.get_world_size()
+    group = _world(size, sequence_parallel).tensor
+    alone, shared = build_model(config), _shared_model(config, group)
+    expected, actual = named_parameters(alone), named_parameters(shared)
+    solo = TensorGroup()
+    _randomize(expected, config, solo)
+    _randomize(actual, config, group)
+    for name, parameter in actual.items():
+        own = torch.empty_like(parameter)
+        take(own, expected[name].detach(), cut_of(config, name), group)
+        assert own.equal(parameter), f"{name} does not begin alike"
+    batch = make_batch((17, 1, 23, 8), config)  # 49 tokens, no multiple of any size
+    losses, ours = run(alone, batch), run(shared, batch)
+    assert_close(ours, losses, 1e-6)
+    losses.sum().backward()
+    ours.sum().backward()
+    for name, parameter in actual.items():
+        grad, full = parameter.grad, expected[name].grad
+        assert grad is not None, name
+        assert full is not None, name
+        if is_partial(config, name, sequence_parallel=sequence_parallel):
+            group.sum(grad)
+        own = torch.empty_like(grad)
+        take(own, full, cut_of(config, name), group)
+        if name.endswith("k_layernorm.bias"):
+            assert grad.norm() < 1e-5
+        else:
+            assert_close(grad, own, 2e-5, name, least=1e-3 * full.norm().item())
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["whole rows", "shared rows"])
+@pytest.mark.parametrize("model", MODELS)
+def test_a_shared_model_equals_one_alone(
+    workers: WorkerPool, model: str, sequence_parallel: bool
+) -> None:
+    workers.run(2, _as_alone, MODELS[model], sequence_parallel)
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["whole rows", "shared rows"])
+def test_by_four(workers: WorkerPool, sequence_parallel: bool) -> None:
+    """Of the vocabulary the last rank has padding only."""
+    workers.run(4, _as_alone, MODELS["gpt"], sequence_parallel)
+
+
+def _as_megatron(config: ModelConfig) -> None:
+    """The same weights in megatron-core's own GPTModel, shared by the same ranks."""
+    from unittest import mock
+
+    from megatron.core import parallel_state
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.models.gpt.gpt_model import GPTModel
+
+    from megatron_flex.model.megatron import transformer_config
+    from tests.unit.model.reference import DenseAttention, copy_weights
+
+    size = dist.get_world_size()
+    group = _world(size, False).tensor
+    blocks = _shared_model(config, group)
+    ours = named_parameters(blocks)
+    _randomize(ours, config, group)
+    parallel_state.initialize_model_parallel(size)
+    spec = get_gpt_layer_local_spec(
+        qk_layernorm=config.qk_layernorm, normalization=config.normalization
+    )
+    spec.submodules.self_attention.submodules.core_attention = DenseAttention
+    batch = make_batch((17, 6), config)
+    with mock.patch.object(torch.cuda, "current_device", return_value="cpu"):
+        model = GPTModel(
+            dataclasses.replace(
+                transformer_config(config),
+                use_te_activation_func=False,
+                tensor_model_parallel_size=size,
+            ),
+            spec,
+            vocab_size=config.padded_vocab_size,
+            max_sequence_length=config.max_position_embeddings,
+            share_embeddings_and_output_weights=config.layers.tied,
+            position_embedding_type=config.position_embedding_type,
+        )
+        theirs = copy_weights(ours, model)
+        total = torch.zeros(())
+        for part in split_batch(batch):
+            assert part.tokens is not None
+            assert part.labels is not None
+            positions = torch.arange(len(part.tokens))[None]
+            losses = model(part.tokens[None], positions, None, labels=part.labels[None])
+            total = total + (losses[0] * part.loss_mask).sum()
+        total.backward()
+    loss = run(blocks, batch)
+    loss.backward()
+    assert_close(loss[0], total, 2e-6)
+    for name, parameter in ours.items():
+        grad = theirs[name].grad
+        assert parameter.grad is not None, name
+        assert grad is not None, name
+        if name.endswith("k_layernorm.bias"):
+            continue
+        assert_close(parameter.grad, grad, 1e-5, name, least=1e-4)
+
+
+PLAIN: dict[str, Any] = {"hidden_dropout": 0.0, "attention_dropout": 0.0}
+
+
+@pytest.mark.parametrize("model", ["gpt", "llama"])
+def test_it_is_what_megatron_cores_own_layers_compute(workers: WorkerPool, model: str) -> None:
+    config = dataclasses.replace(MODELS[model], vocab_size=64, **PLAIN)
+    workers.run(2, _as_megatron, config)
+
+
+# ---- training ------------------------------------------------------------------------------------
+
+_references: dict[str, jobs.Merged] = {}
+
+
+def train(
+    workers: WorkerPool, config: ModelConfig, plan: Any, size: int, **more: Any
+) -> jobs.Merged:
+    return jobs.merge(workers.run(size, jobs.train, config, plan, **more))
+
+
+def reference(workers: WorkerPool, config: ModelConfig, **more: Any) -> jobs.Merged:
+    """One process's run, made once."""
+    key = repr((config, sorted(more.items(), key=str)))
+    if key not in _references:
+        whole = f"0:{config.layers.num_units}@0"
+        _references[key] = train(workers, config, whole, 1, **more)
+    return _references[key]
+
+
+UNTIED = dataclasses.replace(
+    jobs.TINY,
+    untie_embeddings_and_output_weights=True,
+    position_embedding_type="rope",
+    normalization="RMSNorm",
+    swiglu=True,
+    num_query_groups=2,
+    add_bias_linear=False,
+    qk_layernorm=True,
+)
+GPT, BERT = jobs.TINY, dataclasses.replace(jobs.BERT, num_layers=3)
+CASES: dict[str, tuple[ModelConfig, str, int, int, dict[str, Any]]] = {
+    "TP 2": (GPT, "0:8@0", 2, 2, {}),
+    "TP 4": (GPT, "0:8@0", 4, 4, {"sequence_parallel": True}),
+    "TP 2 x PP 2": (GPT, "0:4@0 | 4:8@1", 4, 2, {}),
+    "TP 2 x PP 2, shared rows": (GPT, "0:4@0 | 4:8@1", 4, 2, {"sequence_parallel": True}),
+    "TP 2 x (1,2)": (GPT, "0:3@0 | 3:8@1,2", 6, 2, {}),
+    "TP 2 x (1,2), shared rows": (UNTIED, "0:3@0 | 3:8@1,2", 6, 2, {"sequence_parallel": True}),
+    "untied": (UNTIED, "0:4@1 | 4:8@0", 4, 2, {}),
+    "BERT": (BERT, "0:4@0 | 4:8@1", 4, 2, {}),
+    "BERT, shared rows": (BERT, "0:8@0,1", 4, 2, {"sequence_parallel": True}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_training_equals_one_process(workers: WorkerPool, case: str) -> None:
+    config, plan, size, sharing, more = CASES[case]
+    got = train(workers, config, plan, size, sharing=sharing, **more)
+    jobs.assert_same(got, reference(workers, config))
