@@ -71,7 +71,7 @@ def _train(
         results.append(_step(executor, config, plan, iteration))
     executor.settle()
     state = {name: tensor.clone() for name, tensor in holdings.named_state(owned=True).items()}
-    return Outcome(tuple(results), state, holdings.updates)
+    return Outcome(tuple(results), state, holdings.updates, config, 1)
 
 
 def _step(executor: Executor, config: ModelConfig, plan: Plan, iteration: int) -> StepResult:

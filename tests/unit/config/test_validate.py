@@ -192,6 +192,18 @@ WRONG: list[tuple[str, tuple[str, ...], str]] = [
     ("--full-validation --eval-iters 5", (), "--eval-iters has no effect with --full-validation"),
     ("--skip-train --eval-interval 5", (), "--eval-interval has no effect with --skip-train"),
     ("--pipeline-model-parallel-size 3", (), "4 workers are no multiple of --pipeline-model-par"),
+    ("--tensor-model-parallel-size 3", (), "4 workers are no multiple of --tensor-model-parallel"),
+    ("--sequence-parallel", (), "has no effect without --tensor-model-parallel-size of at least 2"),
+    (
+        "--tensor-model-parallel-size 4 --pipeline-model-parallel-size 2",
+        (),
+        "1 groups of 4 workers are no multiple of --pipeline-model-parallel-size 2",
+    ),
+    (
+        "--tensor-model-parallel-size 2 --group-query-attention --num-query-groups 1",
+        (),
+        "--num-query-groups 1 is not a multiple of --tensor-model-parallel-size 2",
+    ),
     (
         "--flexpipe-plan 0:10@0-3 --pipeline-model-parallel-size 2",
         (),
@@ -294,6 +306,7 @@ RIGHT: list[tuple[str, tuple[str, ...]]] = [
     ("", ()),
     ("--pipeline-model-parallel-size 2", ()),
     ("--pipeline-model-parallel-size 4 --num-layers 7", ()),
+    ("--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --sequence-parallel", ()),
     ("--pipeline-model-parallel-size 2 --decoder-last-pipeline-num-layers 1", ()),
     ("--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Et*3|tL", ()),
     ("--flexpipe-plan 0:5@0,1|5:10@2", ()),
