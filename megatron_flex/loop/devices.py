@@ -33,7 +33,7 @@ def cluster_of(config: Config, devices: int) -> Cluster:
         )
     cluster = load(f.flexpipe_cluster or f"cpux{min(4, devices)}")
     size = config.parallel.tensor_model_parallel_size
-    per_server = server_size(devices * size) // size
+    per_server = server_size(devices, size)
     servers = -(-devices // per_server)
     return replace(cluster, servers=servers, devices_per_server=per_server)
 
