@@ -10,6 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_flex.data.cut import Cut
+from megatron_flex.data.microbatches import CostCoefficients
 from megatron_flex.model.blocks import Block, build_block
 from megatron_flex.model.config import ModelConfig
 from megatron_flex.model.initialize import take
@@ -236,3 +238,40 @@ def test_training_equals_one_process(workers: WorkerPool, case: str) -> None:
     config, plan, size, sharing, more = CASES[case]
     got = train(workers, config, plan, size, sharing=sharing, **more)
     jobs.assert_same(got, reference(workers, config))
+
+
+PLANS = [
+    "0:4@0 | 4:8@1,2 ; recompute 1-3 ; shard 4-7 ; schedule zb-h1",
+    "0:8@0,1,2 ; activations 2,5 ; shard 0-7",
+    "0:3@2 | 3:8@0,1 ; optimizer 3-6 ; schedule zb",
+    "0:2@0 | 2:4@1 | 4:6@2 | 6:8@0 ; schedule gpipe",
+    "0:2@1 | 2:4@0 | 4:6@0 | 6:8@1 ; recompute 3 ; schedule zb-v",
+]
+"""On three devices, one after the other."""
+CHAINS = Cut(40, by_cost=True, sliced=True, cost=CostCoefficients(1.0, 0.02))
+
+
+@pytest.mark.parametrize(
+    ("model", "cut", "sequence_parallel"),
+    [("tied", CHAINS, False), ("tied", CHAINS, True), ("untied", None, True)],
+)
+def test_changing_plans_equal_one_process(
+    workers: WorkerPool, model: str, cut: Cut | None, sequence_parallel: bool
+) -> None:
+    config = {"tied": GPT, "untied": UNTIED}[model]
+    options: dict[str, Any] = {"iterations": 8, "cut": cut}
+    expected = reference(workers, config, **options)
+    shared: dict[str, Any] = {"sharing": 2, "sequence_parallel": sequence_parallel}
+    got = train(workers, config, PLANS, 6, way="mixed", **shared, **options)
+    jobs.assert_same(got, expected)
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["whole rows", "shared rows"])
+def test_exact_sums_have_the_same_bits_under_any_plans(
+    workers: WorkerPool, sequence_parallel: bool
+) -> None:
+    options: dict[str, Any] = {"iterations": 8, "exact": True, "cut": CHAINS, "sharing": 2}
+    options["sequence_parallel"] = sequence_parallel
+    expected = train(workers, UNTIED, "0:8@0", 2, **options)
+    got = train(workers, UNTIED, PLANS, 6, way="mixed", migrate=True, **options)
+    jobs.assert_equal_bits(got, expected)

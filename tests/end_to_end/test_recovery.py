@@ -390,3 +390,30 @@ def test_a_worker_killed_after_the_end_starts_nothing_anew(
         assert latest(saved) == 4
         verify(saved)
     assert_nothing_is_left(job.runtime)
+
+
+def test_a_killed_worker_of_those_that_share_layers_comes_back(
+    workers: WorkerPool, tmp_path: Path
+) -> None:
+    """Two devices of two workers each: those of one place have a manager."""
+    prefix = runs.write_documents(tmp_path / "text")
+    script = tmp_path / "plans.txt"
+    script.write_text(10 * "0:3@0 | 3:8@1\n0:8@0,1\n0:5@1 | 5:8@0\n")
+    more = f"--data-path {prefix} --split 1,0,0 --flexpipe-plans {script} --flexpipe-bitwise"
+    more += " --tensor-model-parallel-size 2 --sequence-parallel --train-iters 14"
+    argv = [*runs.MODEL, *runs.TRAINING, *shlex.split(more)]
+    whole = runs.run(workers, 4, [*argv, "--flexpipe-no-twin"])
+    argv += ["--flexpipe-twin-snapshot", "2", "--flexpipe-switch", "handover"]
+    argv += ["--log-jsonl", str(tmp_path / "job" / "log.jsonl")]
+    with Elastic(tmp_path / "job", "pretrain_gpt.py", argv, size=4, max_restarts=3) as job:
+        assert job.run(120.0, reached(job, 6)) is None
+        assert len(job.managers()) == 2
+        assert job.kill(1)
+        assert job.run(300.0) == 0, job.output
+        found = starts(job)
+        assert len(found) == 2
+        assert "in host memory" in found[1]
+    pairs = zip(whole.losses, whole.norms, strict=True)
+    expected = {i: [*loss, norm or 0.0] for i, (loss, norm) in enumerate(pairs, 1)}
+    assert losses(tmp_path / "job" / "log.jsonl") == expected
+    assert_nothing_is_left(job.runtime)
