@@ -123,7 +123,7 @@ class Desk:
                 reply = None if self._process is None else self._process.take(timeout)
             except PlannerGoneError as error:
                 self._process = None
-                self._warn(str(error))
+                self._warn(str(error), always=True)
                 return
             if reply is None:
                 if self._process is not None and timeout > 0.0:
@@ -142,7 +142,9 @@ class Desk:
                 while len(self._done) > _KEPT:
                     self._done.popitem(last=False)
 
-    def _warn(self, what: str) -> None:
+    def _warn(self, what: str, *, always: bool = False) -> None:
         self.missed += 1
+        if self.missed & (self.missed - 1) and not always:  # 1, 2, 4, 8, ... times
+            return
         text = f"warning: {what}; the first worker goes on without it ({self.missed} times so far)"
         print(text, file=sys.stderr, flush=True)

@@ -27,7 +27,7 @@ from itertools import pairwise, zip_longest
 from megatron_flex.planner.beyond import Ahead, Amortised
 from megatron_flex.planner.build import Batch
 from megatron_flex.planner.candidates import Candidate, Finder
-from megatron_flex.planner.decision import Decision
+from megatron_flex.planner.decision import Decision, Infeasible
 from megatron_flex.planner.edges import Edges
 from megatron_flex.planner.hbsa import Hbsa
 from megatron_flex.planner.plan import Plan
@@ -153,8 +153,8 @@ class Lookahead:
         """A decision in ``count`` simulations, and the pool after it; nothing is searched.
 
         It is between the static plan, the running one and those that were best of late, and does
-        not look beyond the iteration. ``None`` at the start, and where static and running plan do
-        not fit.
+        not look beyond the iteration. ``None`` at the start, and where none of these fits: the
+        whole decision looks at others.
         """
         if running is None or not pool.records:
             return None
@@ -166,9 +166,12 @@ class Lookahead:
         known = ((plan, min(way, ways - 1)) for plan, way in pool.entries)
         own = (pool.entry(c.plan, c.micro_batching, ways) for c in found)
         beyond = Amortised(self._edges, running, pool)
-        decision, after = self.planner.search(
-            finder, found, running, pool, count, beyond, starts=(*own, *known)
-        )
+        try:
+            decision, after = self.planner.search(
+                finder, found, running, pool, count, beyond, starts=(*own, *known)
+            )
+        except Infeasible:  # their programs take more than the closed form says
+            return None
         return decision, beyond.settled(after, decision)
 
     def decide_in(

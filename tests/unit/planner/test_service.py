@@ -17,6 +17,7 @@ from megatron_flex.data.microbatches import CostCoefficients
 from megatron_flex.loop.planner_process import PlannerGoneError, PlannerProcess
 from megatron_flex.model.config import ModelConfig
 from megatron_flex.planner import frames
+from megatron_flex.planner.decision import Decision, Infeasible
 from megatron_flex.planner.lookahead import FIRST
 from megatron_flex.planner.options import PlannerName, PlannerOptions
 from megatron_flex.planner.plan import Plan
@@ -179,6 +180,24 @@ def test_as_few_simulations_are_a_first_answer() -> None:
     assert first is not None
     few = service.answer(replace(question, simulations=FIRST))
     assert replace(first, first=False, whole=few.whole) == few
+
+
+def test_where_no_plan_of_a_first_answer_fits_the_whole_one_decides(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    service = Service(SIMULATING)
+    start = service.answer(Question(0, (SHORT,)))
+    assert start.decision is not None
+    question = Question(1, (SHORT,), str(start.decision.plan), SHORT)
+    assert service.first(question) is not None
+
+    def none_fits(*_: object, **__: object) -> Decision:
+        raise Infeasible("no plan fits", 1)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(service.planner, "search", none_fits)
+        assert service.first(question) is None
+    assert service.answer(replace(question, simulations=FIRST)).decision is not None
 
 
 @pytest.fixture
