@@ -40,7 +40,7 @@ from megatron_flex.data.jsonl import read_lines, read_record
 from megatron_flex.data.turns import Turns
 from megatron_flex.tokenizers.base import Tokenizer, TokenizerError
 from megatron_flex.tokenizers.build import TYPES, build_tokenizer
-from megatron_flex.tokenizers.chat_template import ChatTemplate, find_template
+from megatron_flex.tokenizers.chat_template import ChatTemplate, find_template, home
 
 if TYPE_CHECKING:
     from megatron_flex.data.preprocess import PreprocessOptions
@@ -243,10 +243,7 @@ def _chat(flags: argparse.Namespace, inputs: list[str], tokenizer: Tokenizer) ->
                 f" {{{','.join(FORMATS)}}}"
             )
         form = forms[0]
-    beside = flags.tokenizer_model or flags.vocab_file
-    directory = None
-    if beside is not None:
-        directory = Path(beside) if Path(beside).is_dir() else Path(beside).parent
+    directory = home(flags.tokenizer_model or flags.vocab_file)
     source = find_template(tokenizer, directory, flags.chat_template)
     print(f"conversations ({form}), written by the chat template of {source.origin}")
     turns = Turns(ChatTemplate(source))
@@ -256,6 +253,13 @@ def _chat(flags: argparse.Namespace, inputs: list[str], tokenizer: Tokenizer) ->
             " another",
             file=sys.stderr,
         )
+    for piece in (turns.start.strip(), turns.end):
+        if piece not in tokenizer.decode(tokenizer.encode(piece)):
+            print(
+                f"warning: the tokenizer cannot write {piece!r} of the chat template: give a"
+                " template that was made for it (--chat-template), or add the tokens to it",
+                file=sys.stderr,
+            )
     if turns.end and (pieces := len(tokenizer.encode(turns.end))) > 1:
         print(
             f"note: {turns.end!r}, which ends an answer, is {pieces} tokens of this tokenizer: the"

@@ -14,7 +14,7 @@ import numpy as np
 from megatron_flex.data.conversation import Unusable, read_conversation
 from megatron_flex.data.encode import Document, EncodeOptions, Encoder
 from megatron_flex.data.jsonl import EMPTY, NOT_UTF8, RawLine, read_record
-from megatron_flex.data.turns import REWRITES, Marked, Turns
+from megatron_flex.data.turns import REWRITES, TOOLS_LEFT_OUT, Marked, Turns
 from megatron_flex.tokenizers.base import Offsets, Tokenizer
 from megatron_flex.tokenizers.chat_template import ChatTemplate, Span, TemplateError, TemplateSource
 
@@ -43,7 +43,8 @@ class ChatEncoder(Encoder):
     def __init__(self, tokenizer: Tokenizer, options: EncodeOptions, chat: ChatOptions) -> None:
         super().__init__(tokenizer, options)
         self._ids, self._chat = tokenizer, chat
-        self._turns = Turns(ChatTemplate(chat.template))
+        self._template = ChatTemplate(chat.template)
+        self._turns = Turns(self._template)
 
     def several(self, line: RawLine) -> tuple[list[dict[str, Document]] | None, tuple[str, ...]]:
         """The documents of one line, usually one, and notes."""
@@ -61,6 +62,8 @@ class ChatEncoder(Encoder):
             return None, (*notes, f"chat template: {error}")
         except UnicodeEncodeError:  # half of a surrogate pair, written as \udXXX
             return None, (*notes, NOT_UTF8)
+        if not self._template.takes(conversation.tools):
+            notes = (*notes, TOOLS_LEFT_OUT)
         if len(documents) > 1:
             notes = (*notes, REWRITES)
         return [{CHAT: document} for document in documents], notes

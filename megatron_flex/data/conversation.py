@@ -33,6 +33,7 @@ _ROLES = {
     "observation": "tool",
     "function_response": "tool",
 }
+EMPTY_ANSWER = "an empty answer"
 _KNOWN = {"user", ASSISTANT, "system", "tool", "function", "developer"}
 
 
@@ -68,23 +69,23 @@ def _conversations(record: Record) -> tuple[list[Message], int]:
 
 def _alpaca(record: Record) -> tuple[list[Message], int]:
     messages = []
-    for pair in record.get("history") or ():
+    history = record.get("history") or []
+    for pair in history if isinstance(history, list) else [None]:
         if not (
             isinstance(pair, list) and len(pair) == 2 and all(isinstance(t, str) for t in pair)
         ):
             raise Unusable("'history' is not a list of pairs of texts")
-        messages += [_said("user", pair[0]), _said(ASSISTANT, pair[1])]
+        messages += [_said("user", pair[0]), _answered(pair[1])]
     asked = [_text(record, "instruction")]
     if record.get("input"):
         asked.append(_text(record, "input"))
     messages.append(_said("user", "\n".join(asked)))
-    return [*messages, _said(ASSISTANT, _text(record, "output"))], 0
+    return [*messages, _answered(_text(record, "output"))], 0
 
 
 def _prompt_completion(record: Record) -> tuple[list[Message], int]:
     if isinstance(record.get("prompt"), str) and isinstance(record.get("completion"), str):
-        texts = _said("user", record["prompt"]), _said(ASSISTANT, record["completion"])
-        return list(texts), 0
+        return [_said("user", record["prompt"]), _answered(record["completion"])], 0
     prompt = [_message(m) for m in _list(record, "prompt")]
     return prompt + [_message(m) for m in _list(record, "completion")], len(prompt)
 
@@ -126,10 +127,38 @@ def read_conversation(record: Record, form: str) -> Conversation:
     )
     if not answers:
         raise Unusable("the assistant says nothing")
+    return Conversation(messages, answers, _tools(record), _more(record))
+
+
+def read_question(record: Record) -> Conversation:
+    """A conversation that the assistant is to go on with; nothing in it is an answer to learn.
+
+    Raises:
+        Unusable: it is none, or the assistant has answered already.
+    """
+    forms = [form for form in formats_of(record) if form in ("messages", "conversations")]
+    if not forms:
+        raise Unusable("it has no list of messages")
+    messages, _ = _READERS[forms[0]](record)
+    system = record.get("system")
+    if isinstance(system, str) and system.strip() and forms[0] != "messages":
+        messages = [_said("system", system), *messages]
+    if messages[-1]["role"] == ASSISTANT:
+        raise Unusable("it ends with an answer: leave that out")
+    return Conversation(messages, (), _tools(record), _more(record))
+
+
+def _more(record: Record) -> dict[str, Any]:
+    """What else the template is told."""
     more = record.get("chat_template_kwargs") or {}
     if not isinstance(more, dict):
         raise Unusable("'chat_template_kwargs' is not an object")
-    return Conversation(messages, answers, _tools(record), more)
+    for key in ("messages", "tools"):
+        if key in more:
+            raise Unusable(f"'chat_template_kwargs' has '{key}', which is a key of the line itself")
+    if "add_generation_prompt" in more:
+        raise Unusable("'chat_template_kwargs' has 'add_generation_prompt', which is not for data")
+    return more
 
 
 def _tools(record: Record) -> list[Any] | None:
@@ -137,7 +166,7 @@ def _tools(record: Record) -> list[Any] | None:
     if isinstance(tools, str):
         try:
             tools = json.loads(tools) if tools.strip() else None
-        except ValueError:
+        except (ValueError, RecursionError):
             raise Unusable("'tools' is not JSON") from None
     if tools is not None and not isinstance(tools, list):
         raise Unusable("'tools' is not a list")
@@ -146,6 +175,12 @@ def _tools(record: Record) -> list[Any] | None:
 
 def _said(role: str, content: str) -> Message:
     return {"role": role, "content": content}
+
+
+def _answered(content: str) -> Message:
+    if not content.strip():
+        raise Unusable(EMPTY_ANSWER)
+    return _said(ASSISTANT, content)
 
 
 def _text(record: Record, key: str) -> str:
@@ -187,7 +222,9 @@ def _message(given: Any) -> Message:
     if calls:
         message["tool_calls"] = [_parsed(call) for call in calls]
     elif message["role"] == ASSISTANT and not (content.strip() or message.get("reasoning_content")):
-        raise Unusable("an empty answer")
+        raise Unusable(EMPTY_ANSWER)
+    if not isinstance(message.get("weight", 1), int | float):
+        raise Unusable("a message's 'weight' is not a number")
     return message
 
 
@@ -207,7 +244,7 @@ def _call(message: Message, content: str) -> None:
     """ShareGPT's ``function_call`` is the JSON of one call or of several."""
     try:
         calls = json.loads(content)
-    except ValueError:
+    except (ValueError, RecursionError):
         return
     calls = calls if isinstance(calls, list) else [calls]
     if all(isinstance(call, dict) and "name" in call for call in calls):
@@ -225,6 +262,6 @@ def _parsed(call: Any) -> Any:
     if isinstance(call.get("arguments"), str):
         try:
             return {**call, "arguments": json.loads(call["arguments"])}
-        except ValueError:
+        except (ValueError, RecursionError):
             return call
     return call

@@ -47,23 +47,24 @@ class ParsedLine:
     notes: tuple[str, ...]
 
 
-def read_lines(path: str) -> Iterator[RawLine]:
+def read_lines(path: str, flag: str = "--input") -> Iterator[RawLine]:
     """The lines of a file; ``.gz`` is unpacked on the way.
 
     Rows of ``.parquet`` become lines, and so do the items of a ``.json`` file that is one array.
+    ``flag`` names the file in messages.
 
     Raises:
         DataError: the file cannot be read, or is a damaged archive.
     """
     if path.endswith(".parquet"):
-        yield from _read_rows(path)
+        yield from _read_rows(path, flag)
         return
     try:
         if path.endswith(".json") and _is_array(path):
             yield from _read_items(path)
             return
     except (OSError, ValueError, RecursionError) as error:
-        raise DataError(f"--input {path}: cannot read it: {error}") from error
+        raise DataError(f"{flag} {path}: cannot read it: {error}") from error
     try:
         with (
             Path(path).open("rb") as disk,
@@ -72,7 +73,7 @@ def read_lines(path: str) -> Iterator[RawLine]:
             for number, content in enumerate(stream, start=1):
                 yield RawLine(path, number, content, disk.tell())
     except (OSError, EOFError) as error:
-        raise DataError(f"--input {path}: cannot read it: {error}") from error
+        raise DataError(f"{flag} {path}: cannot read it: {error}") from error
 
 
 def _is_array(path: str) -> bool:
@@ -88,12 +89,12 @@ def _read_items(path: str) -> Iterator[RawLine]:
         yield RawLine(path, number, line, len(content) * number // len(items))
 
 
-def _read_rows(path: str) -> Iterator[RawLine]:
+def _read_rows(path: str, flag: str) -> Iterator[RawLine]:
     try:
         from pyarrow import ArrowException, parquet
     except ImportError as error:
         raise DataError(
-            f"--input {path}: Parquet is read with pyarrow, which is not here ({error}): install it"
+            f"{flag} {path}: Parquet is read with pyarrow, which is not here ({error}): install it"
             " (pip install pyarrow), or write the rows as JSONL"
         ) from error
     size, number = Path(path).stat().st_size, 0
@@ -106,7 +107,7 @@ def _read_rows(path: str) -> Iterator[RawLine]:
                     content = json.dumps(row, ensure_ascii=False, default=str).encode()
                     yield RawLine(path, number, content, size * number // rows)
     except (OSError, ArrowException) as error:
-        raise DataError(f"--input {path}: cannot read it: {error}") from error
+        raise DataError(f"{flag} {path}: cannot read it: {error}") from error
 
 
 def read_record(

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import jinja2
-from jinja2 import nodes
+from jinja2 import meta, nodes
 from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -65,6 +65,13 @@ class TemplateSource:
     now: datetime = field(default_factory=datetime.now)
 
 
+def home(path: str | None) -> Path | None:
+    """Where a tokenizer's files lie, by ``--tokenizer-model`` or ``--vocab-file``."""
+    if path is None:
+        return None
+    return Path(path) if Path(path).is_dir() else Path(path).parent
+
+
 def find_template(
     tokenizer: Tokenizer, directory: Path | None, given: str | None
 ) -> TemplateSource:
@@ -97,13 +104,20 @@ def _beside(directory: Path | None, special: Mapping[str, str]) -> TemplateSourc
         return None
     path = directory / "chat_template.jinja"
     if path.is_file():
-        return TemplateSource(_read(path), str(path), special=special)
+        tools = directory / "additional_chat_templates" / "tool_use.jinja"
+        found = _read(tools) if tools.is_file() else None
+        return TemplateSource(_read(path), str(path), found, special)
     path = directory / "tokenizer_config.json"
     found = json.loads(_read(path)).get("chat_template") if path.is_file() else None
     if isinstance(found, str):
         return TemplateSource(found, str(path), special=special)
     if not found:
         return None
+    if not isinstance(found, list) or not all(_is_named(item) for item in found):
+        raise TokenizerError(
+            f"{path}: 'chat_template' is neither a text nor a list of texts with names: correct it,"
+            " or give a file as --chat-template"
+        )
     named = {item["name"]: item["template"] for item in found}
     if "default" not in named:
         raise TokenizerError(
@@ -111,6 +125,12 @@ def _beside(directory: Path | None, special: Mapping[str, str]) -> TemplateSourc
             " to use into a file and give it as --chat-template"
         )
     return TemplateSource(named["default"], str(path), named.get("tool_use"), special)
+
+
+def _is_named(item: Any) -> bool:
+    return isinstance(item, dict) and all(
+        isinstance(item.get(key), str) for key in ("name", "template")
+    )
 
 
 def _read(path: Path, flag: str = "") -> str:
@@ -128,6 +148,15 @@ class Rendered:
     spans: tuple[Span, ...] = ()
 
 
+@dataclass(frozen=True)
+class _Program:
+    """A compiled template: whether it has ``{% generation %}`` blocks, and looks at ``tools``."""
+
+    run: jinja2.Template
+    marks: bool
+    takes_tools: bool
+
+
 class ChatTemplate:
     """Renders conversations.
 
@@ -137,7 +166,6 @@ class ChatTemplate:
 
     def __init__(self, source: TemplateSource) -> None:
         self._source = source
-        self.marks = re.search(r"{%-?\s*generation\s*-?%}", source.text) is not None
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True,
             lstrip_blocks=True,
@@ -146,15 +174,38 @@ class ChatTemplate:
         environment.filters["tojson"] = _tojson
         environment.globals["raise_exception"] = _raise
         environment.globals["strftime_now"] = source.now.strftime
+        self._plain = self._tools = self._compiled(environment, source.text)
+        if source.tools is not None:
+            self._tools = self._compiled(environment, source.tools)
+
+    def _compiled(self, environment: jinja2.Environment, text: str) -> _Program:
         try:
-            self._plain = environment.from_string(source.text)
-            self._tools = self._plain
-            if source.tools is not None:
-                self._tools = environment.from_string(source.tools)
+            tree = environment.parse(text)
+            marks = any(
+                isinstance(call.call.node, nodes.ExtensionAttribute)
+                for call in tree.find_all(nodes.CallBlock)
+            )
+            return _Program(
+                environment.from_string(text),
+                marks,
+                "tools" in meta.find_undeclared_variables(tree),
+            )
         except jinja2.TemplateSyntaxError as error:
             raise TokenizerError(
-                f"the chat template of {source.origin} is no jinja2, line {error.lineno}: {error}"
+                f"the chat template of {self._source.origin} is no jinja2, line {error.lineno}:"
+                f" {error}"
             ) from error
+
+    def _program(self, tools: Sequence[Any] | None) -> _Program:
+        return self._tools if tools else self._plain
+
+    def marks(self, tools: Sequence[Any] | None = None) -> bool:
+        """Whether it says itself what the assistant generates, with such tools."""
+        return self._program(tools).marks
+
+    def takes(self, tools: Sequence[Any] | None) -> bool:
+        """Whether it looks at the tools, or there are none."""
+        return not tools or self._tools.takes_tools
 
     def render(
         self,
@@ -162,28 +213,29 @@ class ChatTemplate:
         *,
         tools: Sequence[Any] | None = None,
         add_generation_prompt: bool = False,
-        **more: Any,
+        more: Mapping[str, Any] | None = None,
     ) -> Rendered:
-        """The text of a conversation.
+        """The text of a conversation; ``more`` is what else the template is told.
 
         Raises:
             TemplateError: the template refuses it, or fails.
         """
-        program = self._tools if tools else self._plain
-        known = {**self._source.special, **more}
+        program = self._program(tools)
+        known = {
+            "documents": None,
+            **self._source.special,
+            **(more or {}),
+            "messages": messages,
+            "tools": tools,
+            "add_generation_prompt": add_generation_prompt,
+        }
         try:
-            text = program.render(
-                messages=messages,
-                tools=tools,
-                documents=None,
-                add_generation_prompt=add_generation_prompt,
-                **known,
-            )
+            text = program.run.render(known)
         # A template's mistake can be any error, such as adding nothing to a text.
         except Exception as error:
             reason = str(error) if isinstance(error, TemplateError) else repr(error)
             raise TemplateError(reason.partition("\n")[0][:200]) from error
-        return _unmarked(text) if self.marks else Rendered(text)
+        return _unmarked(text) if program.marks else Rendered(text)
 
 
 class _Generation(Extension):

@@ -14,6 +14,7 @@ import pytest
 import tokenizers
 import transformers
 
+from megatron_flex.data import turns
 from megatron_flex.data.chat_encode import CHAT, ChatEncoder, ChatOptions, owners, sequences
 from megatron_flex.data.encode import Document, EncodeOptions
 from megatron_flex.data.jsonl import RawLine
@@ -268,7 +269,10 @@ def test_an_end_token_that_only_the_last_answer_has_is_learnt_for_each(plain: Pa
         ("chatml", '{"messages": [{"role": "user", "content": "\\ud83d"},'
          ' {"role": "assistant", "content": "a"}]}', "invalid UTF-8"),
         ("chatml", "{", "broken JSON"),
-        ("qwen-2.5", {"messages": [HELLO[1]]}, "chat template: UndefinedError"),
+        ("{% if messages[0].role == 'assistant' %}{{ raise_exception('no') }}{% endif %}",
+         {"messages": HELLO[1:]}, "chat template: no"),
+        ("{{ messages[0].content | upper }}<e>", {"messages": HELLO[1:2]},
+         "the chat template does not let the assistant begin"),
         ("{{ raise_exception('roles must take turns') }}", {"messages": HELLO},
          "chat template: roles must take turns"),
         ("{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
@@ -290,6 +294,16 @@ def test_what_cannot_be_used_says_why(
     assert notes[-1].startswith(note)
 
 
+def test_the_assistant_may_begin_where_a_template_looks_at_the_first_message(plain: Path) -> None:
+    (document,) = documents(encoder(plain, template("qwen-2.5")), {"messages": HELLO[1:]})
+    assert parts(plain, document) == [
+        f"<|im_start|>system\n{oracle.QWEN_SYSTEM}<|im_end|>\n<|im_start|>assistant\n",
+        "hello<|im_end|>",
+        "\n<|im_start|>user\nhow<|im_end|>\n<|im_start|>assistant\n",
+        "fine<|im_end|>",
+    ]
+
+
 def test_how_answers_end_is_found_where_a_system_message_must_come_first(plain: Path) -> None:
     first = (
         "{% if messages[0].role != 'system' %}{{ raise_exception('no system') }}{% endif %}"
@@ -300,6 +314,75 @@ def test_how_answers_end_is_found_where_a_system_message_must_come_first(plain: 
     assert parts(plain, document)[1:] == ["hello<|im_end|>"]
     never = ChatTemplate(replace(find_template(NullTokenizer(4), None, None), text="{{ 1 / 0 }}"))
     assert "is not clear" in Turns(never).remark
+
+
+LONG = {"chatml": template("chatml"), "llama-3": template("llama-3"), "qwen": template("qwen-2.5"),
+        "marked": MARKED["chatml"], "marked, trimmed": MARKED["llama-3"]}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", sorted(LONG))
+def test_answers_of_long_conversations_are_found_as_those_of_short_ones(
+    plain: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    draw = random.Random(5)
+    made = encoder(plain, LONG[name])
+    for calls in (False, True):
+        messages: list[dict[str, Any]] = []
+        while sum(m["role"] == "assistant" for m in messages) < 48:
+            more, tools = oracle.random_conversation(draw, calls=calls and name == "qwen")
+            messages += more if not messages else [m for m in more if m["role"] != "system"]
+        record = {"messages": messages, "tools": tools}
+        monkeypatch.setattr(turns, "MANY", 24)
+        quick = made.several(line(record))
+        monkeypatch.setattr(turns, "MANY", 1 << 30)
+        assert quick == made.several(line(record))
+
+
+@pytest.mark.parametrize("name", sorted(LONG))
+def test_the_work_for_a_conversation_grows_with_its_turns(
+    plain: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, rendered = encoder(plain, LONG[name]), 0
+    plainly = ChatTemplate.render
+
+    def counted(self: ChatTemplate, *words: Any, **more: Any) -> Any:
+        nonlocal rendered
+        rendered += 1
+        return plainly(self, *words, **more)
+
+    monkeypatch.setattr(ChatTemplate, "render", counted)
+    (document,) = documents(made, {"messages": HELLO * 300})
+    assert sum(1 for length in document.lengths[1::2] if length) == 600
+    assert rendered < 40
+
+
+def test_where_long_conversations_are_rewritten_each_answer_is_looked_at(plain: Path) -> None:
+    made = encoder(plain, THINKING)
+    thought = {"role": "assistant", "content": "<think>a</think>hello"}
+    record = {
+        "messages": [m for i in range(30) for m in (HELLO[0], thought if i == 9 else HELLO[1])]
+    }
+    found, notes = made.several(line(record))
+    assert found is not None
+    assert len(found) == 2
+    assert notes == (REWRITES,)
+
+
+def test_only_one_of_several_templates_may_mark_what_is_generated(plain: Path) -> None:
+    blocks = MARKED["chatml"].replace("{% generation %}", "{%+ generation %}")
+    tools = [{"name": "f"}]
+    expected = documents(encoder(plain, template("chatml")), {"messages": HELLO})
+    for default, other in ((template("chatml"), blocks), (blocks, template("chatml"))):
+        made = encoder(plain, default)
+        chat = made._chat
+        source = replace(chat.template, text=default, tools=other)
+        made = ChatEncoder(HuggingFaceTokenizer(str(plain)), EncodeOptions((CHAT,)),
+                           replace(chat, template=source))  # fmt: skip
+        for record in ({"messages": HELLO}, {"messages": HELLO, "tools": tools}):
+            found, notes = made.several(line(record))
+            assert found is not None
+            assert [d[CHAT] for d in found] == expected
+            assert notes == ((turns.TOOLS_LEFT_OUT,) if "tools" in record else ())
 
 
 def test_chatml_has_no_tools(plain: Path) -> None:
@@ -333,8 +416,16 @@ def test_where_templates_come_from(tmp_path: Path) -> None:
             path.write_text(content)
         with pytest.raises(TokenizerError, match=message):
             find_template(tokenizer, directory, str(path))
-    write_tokenizer(directory, chat_template=named[1:])
+    (directory / "additional_chat_templates").mkdir()
+    (directory / "additional_chat_templates" / "tool_use.jinja").write_text("d")
+    source = find_template(tokenizer, directory, None)
+    assert [ChatTemplate(source).render(HELLO, tools=t).text[-1] for t in (None, [1])] == ["c", "d"]
     (directory / "chat_template.jinja").unlink()
+    for wrong in (5, {"default": "a"}, ["a"], [{"name": "default"}]):
+        write_tokenizer(directory, chat_template=wrong)
+        with pytest.raises(TokenizerError, match="'chat_template' is neither a text nor a list"):
+            find_template(tokenizer, directory, None)
+    write_tokenizer(directory, chat_template=named[1:])
     with pytest.raises(TokenizerError, match="none is the default"):
         find_template(tokenizer, directory, None)
 

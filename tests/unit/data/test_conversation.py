@@ -6,7 +6,13 @@ from typing import Any
 
 import pytest
 
-from megatron_flex.data.conversation import FORMATS, Unusable, formats_of, read_conversation
+from megatron_flex.data.conversation import (
+    FORMATS,
+    Unusable,
+    formats_of,
+    read_conversation,
+    read_question,
+)
 
 SAID: list[tuple[str, str]] = [("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d")]
 SYSTEM = ("system", "s")
@@ -99,8 +105,48 @@ def test_parts_of_text_are_joined_and_nothing_is_left_of_null() -> None:
         ({**RECORDS["messages"][0], "tools": {}}, "messages", "'tools' is not a list"),
         ({**RECORDS["messages"][0], "chat_template_kwargs": 1}, "messages", "is not an object"),
         ({"messages": [{"role": "assistant", "tool_calls": 1}]}, "messages", "'tool_calls'"),
+        ({"instruction": "a", "output": "x", "history": 5}, "alpaca", "'history' is not"),
+        ({"instruction": "a", "output": "x", "history": {"a": "b"}}, "alpaca", "'history' is not"),
+        ({"instruction": "a", "output": " \n"}, "alpaca", "an empty answer"),
+        ({"instruction": "a", "output": "b", "history": [["a", ""]]}, "alpaca", "an empty answer"),
+        ({"prompt": "a", "completion": ""}, "prompt-completion", "an empty answer"),
+        ({**RECORDS["messages"][0], "tools": "[" * 200_000}, "messages", "'tools' is not JSON"),
+        *(
+            (
+                {**RECORDS["messages"][0], "chat_template_kwargs": {key: []}},
+                "messages",
+                f"has '{key}'",
+            )
+            for key in ("messages", "tools", "add_generation_prompt")
+        ),
+        (
+            {"messages": [{"role": "assistant", "content": "a", "weight": "0"}]},
+            "messages",
+            "'weight'",
+        ),
     ],
 )
 def test_what_is_no_conversation_says_why(record: dict[str, Any], form: str, reason: str) -> None:
     with pytest.raises(Unusable, match=reason):
         read_conversation(record, form)
+
+
+def test_calls_that_are_nested_without_end_stay_texts() -> None:
+    deep = "[" * 200_000
+    call = {"function": {"name": "f", "arguments": deep}}
+    record = {"messages": [{"role": "assistant", "tool_calls": [call]}]}
+    assert read_conversation(record, "messages").messages[0]["tool_calls"] == [call]
+    shared = {"conversations": [{"from": "function_call", "value": deep}]}
+    assert said(shared, "conversations") == [("assistant", deep)]
+
+
+def test_a_question_ends_before_the_answer() -> None:
+    asked = [{"role": r, "content": t} for r, t in SAID[:3]]
+    found = read_question({"messages": asked, "tools": [1], "chat_template_kwargs": {"a": 1}})
+    assert (found.messages, found.answers, found.tools, found.more) == (asked, (), [1], {"a": 1})
+    found = read_question({"conversations": share(SAID[:1]), "system": "s"})
+    assert [m["role"] for m in found.messages] == ["system", "user"]
+    answered = {"messages": [{"role": "assistant", "content": "a"}]}
+    for record, reason in (({"text": "a"}, "no list of messages"), (answered, "leave that out")):
+        with pytest.raises(Unusable, match=reason):
+            read_question(record)
