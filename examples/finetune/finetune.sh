@@ -36,6 +36,13 @@ if ((GPUS)); then
 fi
 TRAIN_ITERS=${TRAIN_ITERS:-200}
 
+# Samples cannot be longer than what the model has positions for.
+POSITIONS=$(sed -nE 's/.*"(max_position_embeddings|n_positions)": *([0-9]+).*/\2/p' \
+    "$MODEL/config.json" | head -n 1)
+POSITIONS=${POSITIONS:-2048}
+((${SEQ_LENGTH:=$((POSITIONS < 2048 ? POSITIONS : 2048))} <= POSITIONS)) ||
+    refuse "SEQ_LENGTH=$SEQ_LENGTH is more than the $POSITIONS positions of $MODEL: lower it"
+
 # A model that was never taught to chat gets ChatML.
 if [[ -z ${CHAT_TEMPLATE:-} && ! -f $MODEL/chat_template.jinja ]] &&
     ! grep -qs '"chat_template"' "$MODEL/tokenizer_config.json"; then
@@ -46,11 +53,19 @@ fi
 TEMPLATE=()
 [[ -z ${CHAT_TEMPLATE:-} ]] || TEMPLATE=(--chat-template "$CHAT_TEMPLATE")
 
-if [[ ! -s $RUN/data_chat_document.idx ]]; then
+# What the data were made from: other conversations need another RUN.
+made_from=$(sha256sum -- "$CHATS" "$MODEL/tokenizer.json" ${CHAT_TEMPLATE:+"$CHAT_TEMPLATE"} |
+    cut -d ' ' -f 1)
+if [[ -s $RUN/data_chat_document.idx ]]; then
+    [[ ! -e $RUN/data.sha256 || $(<"$RUN/data.sha256") == "$made_from" ]] ||
+        refuse "$RUN has data that were made from another file, tokenizer or template than $CHATS:" \
+            "give another directory, or remove $RUN"
+else
     python tools/preprocess_data.py --input "$CHATS" --output-prefix "$RUN/data" \
         --sample-format chat "${TEMPLATE[@]}" \
         --tokenizer-type HuggingFaceTokenizer --tokenizer-model "$MODEL" \
         --workers "${PREPROCESS_WORKERS:-2}"
+    printf '%s\n' "$made_from" >"$RUN/data.sha256"
 fi
 
 DISTRIBUTED_ARGS=(
@@ -59,7 +74,7 @@ DISTRIBUTED_ARGS=(
 )
 TRAINING_ARGS=(
     --load-hf "$MODEL"
-    --seq-length "${SEQ_LENGTH:-2048}"
+    --seq-length "$SEQ_LENGTH"
     --global-batch-size "${GLOBAL_BATCH_SIZE:-32}"
     --train-iters "$TRAIN_ITERS"
     --lr "${LR:-1e-5}"
@@ -103,6 +118,5 @@ if ((reached < TRAIN_ITERS)); then
 fi
 
 python tools/checkpoint/convert.py --model-type GPT --loader flex --saver hf \
-    --load-dir "$RUN/checkpoints" --save-dir "$RUN/model"
-[[ -z ${CHAT_TEMPLATE:-} ]] || cp "$CHAT_TEMPLATE" "$RUN/model/chat_template.jinja"
+    --load-dir "$RUN/checkpoints" --save-dir "$RUN/model" "${TEMPLATE[@]}"
 printf 'trained: %s\n' "$RUN/model"

@@ -166,11 +166,11 @@ def test_a_model_without_a_template_gets_chatml_with_its_weights(
 ) -> None:
     model, run = write_tokenizer(tmp_path / "model"), tmp_path / "run"
     (model / "config.json").write_text("{}")
-    prepare, _, _ = commands(model, chats, run, tmp_path / "programs")
-    given = prepare[prepare.index("--chat-template") + 1]
-    assert given == "examples/finetune/chatml.jinja"
-    copied = tmp_path / "programs" / "model" / "chat_template.jinja"
-    assert copied.read_text() == (ROOT / given).read_text() == template("chatml")
+    prepare, _, export = commands(model, chats, run, tmp_path / "programs")
+    for words in (prepare, export):
+        given = words[words.index("--chat-template") + 1]
+        assert given == "examples/finetune/chatml.jinja"
+    assert (ROOT / given).read_text() == template("chatml")
 
 
 @pytest.mark.parametrize(

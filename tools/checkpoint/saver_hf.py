@@ -40,6 +40,12 @@ def add_arguments(parser: ArgumentParser) -> None:
         " which the checkpoint was converted from",
     )
     group.add_argument(
+        "--chat-template",
+        type=Path,
+        metavar="FILE",
+        help="jinja2 file that becomes the result's chat_template.jinja",
+    )
+    group.add_argument(
         "--params-dtype",
         choices=["float32", "bfloat16", "float16"],
         help="precision to write; default: that of the checkpoint",
@@ -60,6 +66,7 @@ def save_checkpoint(queue: Queue, args: Namespace) -> None:
         receive_lazily(queue, checking=args.checking),
         model_type=args.hf_model_type,
         source=args.hf_source,
+        chat_template=args.chat_template,
         dtype=args.params_dtype,
         max_shard_size=args.max_shard_size,
     )

@@ -10,21 +10,25 @@ import json
 import secrets
 import shutil
 from argparse import Namespace
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from megatron_flex.checkpoint import layout
 from megatron_flex.checkpoint.conversion.hugging_face.files import read_json
+from megatron_flex.data.turns import Turns
 from megatron_flex.tokenizers.base import Tokenizer, TokenizerError
 from megatron_flex.tokenizers.build import build_tokenizer
+from megatron_flex.tokenizers.chat_template import ChatTemplate, find_template
 from megatron_flex.tokenizers.export import NotConvertible, hugging_face_files
+from megatron_flex.tokenizers.hugging_face import HuggingFaceTokenizer
 from megatron_flex.tokenizers.sentence_piece import (
     GPTSentencePieceTokenizer,
     SentencePieceTokenizer,
 )
 
 CONFIG = "config.json"
+GENERATION = "generation_config.json"
 FOLDER = "hugging_face"
 TOKENIZER_CONFIG = "tokenizer_config.json"
 CHAT_TEMPLATE = "chat_template.jinja"
@@ -162,6 +166,37 @@ def tokenizer_files(arguments: Namespace) -> tuple[dict[str, bytes], str]:
         config = {**read_json(found[TOKENIZER_CONFIG]), **json.loads(made[TOKENIZER_CONFIG])}
         made[TOKENIZER_CONFIG] = json.dumps(config, indent=2, ensure_ascii=False).encode() + b"\n"
     return contents | made, ""
+
+
+def end_with_the_turn(directory: Path, say: Callable[[str], object]) -> None:
+    """Have ``generation_config.json`` name the token that ends an answer, beside others.
+
+    Nothing is done where the chat template has none, which ``say`` gets a sentence about.
+    """
+    try:
+        tokenizer = HuggingFaceTokenizer(str(directory))
+        template = find_template(tokenizer, directory, None)
+        end = Turns(ChatTemplate(template)).end if template.own else ""
+    except TokenizerError as error:
+        say(f"{directory.name}: what ends an answer is not known: {error}")
+        return
+    ids = tokenizer.encode(end)
+    if len(ids) != 1:
+        say(
+            "the model was trained on conversations, and no single token ends an answer: stop"
+            f" generation at {end!r}"
+            if end
+            else "there is no chat template beside the model"
+        )
+        return
+    path = directory / GENERATION
+    values = read_json(path) if path.is_file() else {}
+    found = values.get("eos_token_id", read_json(directory / CONFIG).get("eos_token_id"))
+    known = found if isinstance(found, list) else [] if found is None else [found]
+    if ids[0] not in known:
+        values["eos_token_id"] = [*known, ids[0]] if known else ids[0]
+        content = json.dumps(values, indent=2, ensure_ascii=False) + "\n"
+        layout.write_synced(path, content.encode())
 
 
 def end_token(arguments: Namespace) -> int | None:

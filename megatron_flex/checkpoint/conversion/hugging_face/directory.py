@@ -207,6 +207,7 @@ def write_hugging_face(
     *,
     model_type: str | None = None,
     source: Path | None = None,
+    chat_template: Path | None = None,
     dtype: str | None = None,
     max_shard_size: int = MAX_SHARD_SIZE,
     say: Callable[[str], object] = print,
@@ -220,6 +221,8 @@ def write_hugging_face(
             fits.
         source: a directory whose config.json and tokenizer files go along; ``None`` takes the
             companions of the weights.
+        chat_template: a file that takes the place of the source's. What ends an answer in it ends
+            what is generated, as with any template of a model that was trained on conversations.
         dtype: ``float32``, ``bfloat16`` or ``float16``; ``None`` keeps the precision.
         max_shard_size: bytes.
         say: gets a sentence about a tokenizer that transformers cannot have.
@@ -270,6 +273,10 @@ def write_hugging_face(
             for name, content in files.items():
                 layout.write_synced(temporary / name, content)
         layout.write_synced(temporary / companions.CONFIG, (text + "\n").encode())
+        if chat_template is not None:
+            layout.write_synced(temporary / companions.CHAT_TEMPLATE, chat_template.read_bytes())
+        if chat_template or getattr(weights.arguments, "sample_format", None) == "chat":
+            companions.end_with_the_turn(temporary, say)
         layout.sync_directory(temporary)
         os.rename(temporary, directory)
         layout.sync_directory(directory.absolute().parent)
