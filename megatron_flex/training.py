@@ -25,6 +25,7 @@ from megatron_flex.loop.checkpointing import (
     resumed_iteration,
     resumed_samples,
 )
+from megatron_flex.loop.completions import complete_all
 from megatron_flex.loop.divergence import DivergedError, Divergence
 from megatron_flex.loop.evaluation import evaluate
 from megatron_flex.loop.host_copies import HostCopies, forget_host_copies
@@ -65,7 +66,12 @@ from megatron_flex.telemetry.files import Expendable
 from megatron_flex.telemetry.memory import memory_in_use
 from megatron_flex.telemetry.profiler import Profiler
 from megatron_flex.telemetry.progress import ProgressLog
-from megatron_flex.telemetry.record import IterationRecord, RunRecord, ValidationRecord
+from megatron_flex.telemetry.record import (
+    CompletionRecord,
+    IterationRecord,
+    RunRecord,
+    ValidationRecord,
+)
 from megatron_flex.telemetry.recorder import open_recorder
 from megatron_flex.telemetry.sink import TelemetryError
 from megatron_flex.telemetry.throughput import known_peak_flops
@@ -500,7 +506,30 @@ class Trainer:
             ValidationRecord(where, progress.iteration, progress.consumed_samples, found.losses,
                              found.samples, found.tokens, test)
         )  # fmt: skip
+        if not test:
+            self._complete()
         return found.signals
+
+    def _complete(self) -> None:
+        """Complete the prompts of ``--eval-generate``, and record what came of it."""
+        questions = self.parts.questions
+        if questions is None:
+            return
+        self.iterations.executor.settle()
+        found = complete_all(
+            self.world, self.holdings, self.iterations.plan,
+            [prompt.ids for prompt in questions.asked], questions.tokens, questions.stops,
+        )  # fmt: skip
+        done = self.progress
+        self.recorder.completions(
+            [
+                CompletionRecord(
+                    done.iteration, done.consumed_samples, prompt.text,
+                    questions.said(completion.said), len(completion.tokens), completion.stop > 0,
+                )
+                for prompt, completion in zip(questions.asked, found, strict=True)
+            ]
+        )  # fmt: skip
 
     def _save(self) -> None:
         self.iterations.executor.settle()

@@ -22,3 +22,15 @@ class EvaluationOptions:
 
     full_validation: bool = False
     """Validate on the whole validation set each time."""
+
+    eval_generate: str | None = option(None, own=True)
+    """File of prompts that the model completes at each validation, on the plan of training: a
+    JSON object with text or messages a line, or the prompt as it is. Completions go to the log
+    lines, --log-jsonl and TensorBoard."""
+
+    eval_generate_tokens: int = option(64, own=True, at_least=1)
+    """Tokens of a completion at most; the likeliest is taken each time."""
+
+    chat_template: str | None = option(None, own=True)
+    """Jinja2 file that writes the messages among the prompts; default: the tokenizer's own, else
+    ChatML."""

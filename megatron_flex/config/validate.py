@@ -72,10 +72,12 @@ def _model(config: Config) -> Problems:
     if m.position_embedding_type != "none" and m.max_position_embeddings < max(
         longest, m.seq_length
     ):
+        most = f"--max-position-embeddings is {m.max_position_embeddings}: raise it, or"
+        if config.checkpoint.load_hf is not None or config.checkpoint.use_checkpoint_args:
+            most = f"the model has {m.max_position_embeddings} positions:"
         yield (
-            f"samples may have {max(longest, m.seq_length)} tokens, but --max-position-embeddings"
-            f" is {m.max_position_embeddings}: raise it, or lower --seq-length and"
-            " --max-sample-length"
+            f"samples may have {max(longest, m.seq_length)} tokens, but {most} lower --seq-length"
+            " and --max-sample-length"
         )
     if config.architecture != "bert":
         for name in ("bert_binary_head", "mask_prob"):
@@ -328,6 +330,15 @@ def _evaluation(config: Config) -> Problems:
         yield "--eval-iters has no effect with --full-validation: remove one of them"
     if e.skip_train and "eval_interval" in config.given:
         yield "--eval-interval has no effect with --skip-train: remove one of them"
+    yield from _without(
+        config, "--eval-generate", e.eval_generate, ("eval_generate_tokens", "chat_template")
+    )
+    if e.eval_generate is None:
+        return
+    if config.architecture == "bert":
+        yield "--eval-generate is for GPT: a BERT fills in masks, it completes no texts"
+    if e.eval_interval is None and not e.skip_train:
+        yield "--eval-generate has no effect without --eval-interval: add it"
 
 
 VIRTUAL = ("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank")

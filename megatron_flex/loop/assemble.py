@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,14 +19,17 @@ from megatron_flex.data.gpt import GptSamples
 from megatron_flex.data.masking import BertVocabulary
 from megatron_flex.data.pairs import PairSamples
 from megatron_flex.data.paths import Split, read_data_args, read_per_split_data_args
+from megatron_flex.data.prompts import Prompt, Prompts, read_asked
 from megatron_flex.data.samples import Overlong
 from megatron_flex.data.sources import DataConfig, DataSets
 from megatron_flex.model.config import ModelConfig
+from megatron_flex.model.decode import room
 from megatron_flex.model.tensor_cut import check
 from megatron_flex.planner.plan import Plan, PlanError
 from megatron_flex.runtime.machine import machine_name
 from megatron_flex.tokenizers.base import Tokenizer, TokenizerError
 from megatron_flex.tokenizers.build import build_tokenizer
+from megatron_flex.tokenizers.chat_template import find_template, home
 
 
 @dataclass(frozen=True)
@@ -43,6 +46,17 @@ class Parts:
     valid: BatchSource | None
     test: BatchSource | None
     warnings: tuple[str, ...] = ()
+    questions: Questions | None = None
+
+
+@dataclass(frozen=True)
+class Questions:
+    """What ``--eval-generate`` asks: prompts, how many tokens may follow, and what ends them."""
+
+    asked: tuple[Prompt, ...]
+    tokens: int
+    stops: tuple[tuple[int, ...], ...]
+    said: Callable[[tuple[int, ...]], str]
 
 
 def assemble(config: Config) -> Parts:
@@ -75,7 +89,29 @@ def assemble(config: Config) -> Parts:
         raise sets.nothing_for(Split.VALID, "--eval-interval needs validation data")
     test = sets.source(Split.TEST, repeat=False)
     warnings = _warnings((train, valid, test), tokenizer.eod)
-    return Parts(model, plan_of(config, model), train, valid, test, warnings)
+    questions = _questions(config, model, tokenizer)
+    return Parts(model, plan_of(config, model), train, valid, test, warnings, questions)
+
+
+def _questions(config: Config, model: ModelConfig, tokenizer: Tokenizer) -> Questions | None:
+    """The prompts of ``--eval-generate``, which fit the model."""
+    e, t = config.evaluation, config.tokenizer
+    if e.eval_generate is None:
+        return None
+    asked = read_asked(e.eval_generate, "--eval-generate")
+    template = None
+    if not all(isinstance(one, str) for one in asked):
+        template = find_template(
+            tokenizer, home(t.tokenizer_model or t.vocab_file), e.chat_template
+        )
+    prompts = Prompts(tokenizer, template)
+    made = tuple(prompts.make(one) for one in asked)
+    for prompt in made:
+        try:
+            room(model, len(prompt.ids), 1)
+        except ValueError as error:
+            raise DataError(f"--eval-generate {e.eval_generate}: {error}") from error
+    return Questions(made, e.eval_generate_tokens, tuple(prompts.stops()), prompts.said)
 
 
 def _warnings(sources: Iterable[BatchSource | None], eod: int | None) -> tuple[str, ...]:

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from megatron_flex.telemetry.interval import IntervalSummary
 from megatron_flex.telemetry.log_line import (
+    completion_line,
     short_line,
     short_validation_line,
     training_line,
     validation_lines,
 )
-from megatron_flex.telemetry.record import IterationRecord, ValidationRecord
+from megatron_flex.telemetry.record import CompletionRecord, IterationRecord, ValidationRecord
 
 
 class ConsoleSink:
@@ -48,6 +49,11 @@ class ConsoleSink:
             return
         for line in validation_lines(record):
             self._echo(line)
+
+    def completions(self, records: Sequence[CompletionRecord]) -> None:
+        """Print each prompt, shortened, with its completion."""
+        for record in records:
+            self._echo(completion_line(record))
 
     def close(self) -> None:
         """Nothing is pending."""

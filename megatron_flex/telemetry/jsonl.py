@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,12 @@ from megatron_flex.telemetry.files import (
     try_file,
 )
 from megatron_flex.telemetry.interval import IntervalSummary
-from megatron_flex.telemetry.record import IterationRecord, RunRecord, ValidationRecord
+from megatron_flex.telemetry.record import (
+    CompletionRecord,
+    IterationRecord,
+    RunRecord,
+    ValidationRecord,
+)
 
 FLAG = "--log-jsonl"
 _BEGIN = b'{"event": "'
@@ -34,7 +39,8 @@ _BEGIN = b'{"event": "'
 class JsonlSink:
     """Appends to a file of JSON lines.
 
-    Each object has ``event`` (``run``, ``iteration``, ``validation`` or ``test``) and
+    Each object has ``event`` (``run``, ``iteration``, ``validation``, ``test`` or
+    ``completion``) and
     ``iteration``. Numbers that are not finite are the strings ``NaN``, ``Infinity`` and
     ``-Infinity``.
 
@@ -77,6 +83,11 @@ class JsonlSink:
                 **record.losses,
             }
         )
+
+    def completions(self, records: Sequence[CompletionRecord]) -> None:
+        """Append an object for each."""
+        for record in records:
+            self._append({"event": "completion", **asdict(record)})
 
     def close(self) -> None:
         """Close the file."""

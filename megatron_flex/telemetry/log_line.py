@@ -12,7 +12,7 @@ from datetime import datetime
 
 from megatron_flex.quantities import count, duration
 from megatron_flex.telemetry.interval import IntervalSummary
-from megatron_flex.telemetry.record import ValidationRecord
+from megatron_flex.telemetry.record import CompletionRecord, ValidationRecord
 
 
 def training_line(
@@ -78,6 +78,16 @@ def short_line(summary: IntervalSummary, train_iters: int) -> str:
 def eta(summary: IntervalSummary, train_iters: int) -> str:
     """Time that the iterations that are left will take, as those so far did on average."""
     return duration((train_iters - summary.last.iteration) * summary.typical)
+
+
+_PROMPT = 60  # characters of a prompt in the log
+
+
+def completion_line(record: CompletionRecord) -> str:
+    """A prompt's end and its completion, in which line breaks are written as ``\\n``."""
+    prompt = record.prompt if len(record.prompt) <= _PROMPT else "…" + record.prompt[-_PROMPT:]
+    more = "" if record.ended else " …"
+    return f" completion at iteration {record.iteration} of {prompt!r}: {record.completion!r}{more}"
 
 
 def short_validation_line(record: ValidationRecord) -> str:

@@ -90,6 +90,27 @@ class IterationRecord:
 
 
 @dataclass(frozen=True)
+class CompletionRecord:
+    """A prompt that was completed at a validation.
+
+    Attributes:
+        iteration: iterations trained so far.
+        consumed_samples: training samples so far.
+        prompt: as the model read it.
+        completion: what it added, without its end.
+        tokens: how many it made.
+        ended: it came to an end by itself.
+    """
+
+    iteration: int
+    consumed_samples: int
+    prompt: str
+    completion: str
+    tokens: int
+    ended: bool
+
+
+@dataclass(frozen=True)
 class ValidationRecord:
     """One validation or test.
 

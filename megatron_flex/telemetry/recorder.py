@@ -11,7 +11,12 @@ from megatron_flex.telemetry.files import Expendable
 from megatron_flex.telemetry.interval import Interval
 from megatron_flex.telemetry.jsonl import JsonlSink
 from megatron_flex.telemetry.log_file import LogFile
-from megatron_flex.telemetry.record import IterationRecord, RunRecord, ValidationRecord
+from megatron_flex.telemetry.record import (
+    CompletionRecord,
+    IterationRecord,
+    RunRecord,
+    ValidationRecord,
+)
 from megatron_flex.telemetry.scalars import ScalarOptions
 from megatron_flex.telemetry.sink import Sink
 from megatron_flex.telemetry.summary import Summary
@@ -72,6 +77,11 @@ class Recorder:
         """Record one validation or test."""
         for sink in self._sinks:
             sink(lambda to: to.validation(record))
+
+    def completions(self, records: Sequence[CompletionRecord]) -> None:
+        """Record the prompts that were completed at one validation."""
+        for sink in self._sinks:
+            sink(lambda to: to.completions(records))
 
     def close(self) -> None:
         """Write out what is pending; nothing can be recorded afterwards."""

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 from megatron_flex.telemetry.interval import IntervalSummary
-from megatron_flex.telemetry.record import IterationRecord, ValidationRecord
+from megatron_flex.telemetry.record import CompletionRecord, IterationRecord, ValidationRecord
 
 
 class TelemetryError(RuntimeError):
@@ -23,6 +24,9 @@ class Sink(Protocol):
 
     def validation(self, record: ValidationRecord) -> None:
         """One validation or test."""
+
+    def completions(self, records: Sequence[CompletionRecord]) -> None:
+        """The prompts that were completed at one validation."""
 
     def close(self) -> None:
         """Write out what is pending."""

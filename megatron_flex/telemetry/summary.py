@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from megatron_flex.config.config import Config
 from megatron_flex.quantities import count, duration
 from megatron_flex.telemetry.interval import IntervalSummary
-from megatron_flex.telemetry.record import IterationRecord, ValidationRecord
+from megatron_flex.telemetry.record import CompletionRecord, IterationRecord, ValidationRecord
 
 _SMOOTH = 10  # iterations whose mean is the loss at the beginning and at the end
 
@@ -58,6 +58,9 @@ class Summary:
         kind = "test" if record.test else "validation"
         for name, value in list(record.losses.items())[:1]:
             self._validations[kind] = (name, value)
+
+    def completions(self, records: Sequence[CompletionRecord]) -> None:
+        """Nothing: they are no figures."""
 
     def close(self) -> None:
         """Nothing is pending."""

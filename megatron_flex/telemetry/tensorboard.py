@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
 
 from megatron_flex.telemetry.files import make_directory, said, try_file
 from megatron_flex.telemetry.interval import IntervalSummary
-from megatron_flex.telemetry.record import IterationRecord, ValidationRecord
+from megatron_flex.telemetry.record import CompletionRecord, IterationRecord, ValidationRecord
 from megatron_flex.telemetry.scalars import (
     BY_SAMPLES,
     Scalar,
@@ -93,6 +93,16 @@ class TensorBoardSink:
         scalars = validation_scalars(record, self._options)
         self._add(scalars, record.iteration, record.consumed_samples)
 
+    def completions(self, records: Sequence[CompletionRecord]) -> None:
+        """Prompts and completions as text, a tag for each prompt."""
+        for number, record in enumerate(records, start=1):
+            # Indented by four, it is shown as it is.
+            shown = "\n".join(
+                ["prompt:", "", *_indented(record.prompt), "", "completion:", "",
+                 *_indented(record.completion)]
+            )  # fmt: skip
+            self._file.add(self._summary.text(f"completions/{number}", shown), record.iteration)
+
     def close(self) -> None:
         """Write out what is queued."""
         self._file.close()
@@ -109,6 +119,10 @@ class TensorBoardSink:
                 for other in others:
                     first.MergeFrom(other)
                 self._file.add(first, step)
+
+
+def _indented(text: str) -> list[str]:
+    return [f"    {line}" for line in text.split("\n")]
 
 
 def check(directory: Path) -> None:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from megatron_flex.telemetry.files import make_directory, said, try_file
 from megatron_flex.telemetry.interval import IntervalSummary
-from megatron_flex.telemetry.record import IterationRecord, ValidationRecord
+from megatron_flex.telemetry.record import CompletionRecord, IterationRecord, ValidationRecord
 from megatron_flex.telemetry.scalars import (
     Scalar,
     ScalarOptions,
@@ -47,6 +47,7 @@ class WandbSink:
                 f"--wandb-project needs the wandb package ({error}): install it, or remove the flag"
             ) from error
         check(Path(directory))
+        self._wandb = wandb
         self._run = wandb.init(
             project=project, name=name, dir=directory, entity=entity, config=dict(config or {})
         )
@@ -66,6 +67,12 @@ class WandbSink:
     def validation(self, record: ValidationRecord) -> None:
         """Points of a validation."""
         self._log(validation_scalars(record, self._options), record.iteration)
+
+    def completions(self, records: Sequence[CompletionRecord]) -> None:
+        """A table of prompts and completions."""
+        rows = [[r.prompt, r.completion] for r in records]
+        table = self._wandb.Table(columns=["prompt", "completion"], data=rows)
+        self._run.log({"completions": table}, step=records[0].iteration)
 
     def close(self) -> None:
         """End the run."""

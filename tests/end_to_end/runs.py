@@ -22,7 +22,7 @@ from megatron_flex.loop.assemble import assemble
 from megatron_flex.model.config import ModelConfig
 from megatron_flex.runtime.shards import owned_state
 from megatron_flex.runtime.world import World
-from megatron_flex.telemetry.record import IterationRecord, ValidationRecord
+from megatron_flex.telemetry.record import CompletionRecord, IterationRecord, ValidationRecord
 from megatron_flex.training import Trainer
 from tests.close import assert_numbers_close, assert_state_close
 from tests.distributed.jobs import whole
@@ -51,6 +51,7 @@ class History:
 
     iterations: list[IterationRecord] = field(default_factory=list)
     validations: list[ValidationRecord] = field(default_factory=list)
+    completed: list[CompletionRecord] = field(default_factory=list)
 
     def iteration(self, record: IterationRecord) -> None:
         """Keep an iteration."""
@@ -59,6 +60,10 @@ class History:
     def validation(self, record: ValidationRecord) -> None:
         """Keep a validation."""
         self.validations.append(record)
+
+    def completions(self, records: Sequence[CompletionRecord]) -> None:
+        """Keep what was completed."""
+        self.completed += records
 
     def summary(self, *_: object) -> tuple[str, ...]:
         """Nothing is said at the end."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from megatron_flex.telemetry.record import IterationRecord, ValidationRecord
+from megatron_flex.telemetry.record import CompletionRecord, IterationRecord, ValidationRecord
 
 
 def record(iteration: int = 1, **changes: Any) -> IterationRecord:
@@ -22,6 +22,12 @@ def record(iteration: int = 1, **changes: Any) -> IterationRecord:
         tokens=1000,
         flops=2e12,
     )
+    return dataclasses.replace(plain, **changes)
+
+
+def completion(iteration: int = 10, **changes: Any) -> CompletionRecord:
+    """A prompt whose completion ended after five tokens."""
+    plain = CompletionRecord(iteration, 16 * iteration, "def f(", "x):\n  pass", 5, True)
     return dataclasses.replace(plain, **changes)
 
 

@@ -20,7 +20,7 @@ from megatron_flex.telemetry.jsonl import JsonlSink, read
 from megatron_flex.telemetry.record import RunRecord
 from megatron_flex.telemetry.sink import TelemetryError
 from tests.unit import disk
-from tests.unit.telemetry.records import record, validation
+from tests.unit.telemetry.records import completion, record, validation
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -271,3 +271,15 @@ def test_a_replaced_file_is_on_the_disk_before_it_has_its_name(
     (what, synced), named = (h for h in happened if "trial" not in h[1])
     assert (what, named) == ("sync", ("name", str(path)))
     assert synced.startswith(f"{path.parent}/.{path.name}.new")
+
+
+def test_a_completion_is_one_object(tmp_path: Path) -> None:
+    sink = JsonlSink(tmp_path / "log.jsonl")
+    sink.completions([completion(4), completion(4, ended=False)])
+    sink.close()
+    first, second = read(tmp_path / "log.jsonl")
+    assert first == {
+        "event": "completion", "iteration": 4, "consumed_samples": 64, "prompt": "def f(",
+        "completion": "x):\n  pass", "tokens": 5, "ended": True,
+    }  # fmt: skip
+    assert second == {**first, "ended": False}

@@ -8,6 +8,7 @@ from datetime import datetime
 
 from megatron_flex.telemetry.interval import Interval, IntervalSummary
 from megatron_flex.telemetry.log_line import (
+    completion_line,
     perplexity,
     short_line,
     short_validation_line,
@@ -15,7 +16,7 @@ from megatron_flex.telemetry.log_line import (
     validation_lines,
 )
 from megatron_flex.telemetry.record import IterationRecord
-from tests.unit.telemetry.records import record, validation
+from tests.unit.telemetry.records import completion, record, validation
 
 NOW = datetime(2026, 3, 4, 5, 6, 7, 89)
 
@@ -140,3 +141,10 @@ def test_perplexity_stays_printable() -> None:
     assert perplexity(1000.0) == perplexity(20.0)
     assert math.isnan(perplexity(math.nan))
     assert perplexity(math.inf) == perplexity(20.0)
+
+
+def test_a_completion_is_one_line() -> None:
+    line = completion_line(completion(7))
+    assert line == " completion at iteration 7 of 'def f(': 'x):\\n  pass'"
+    long = completion_line(completion(7, prompt="a" * 100, ended=False))
+    assert long == f" completion at iteration 7 of '…{'a' * 60}': 'x):\\n  pass' …"

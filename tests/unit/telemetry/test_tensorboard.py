@@ -12,7 +12,7 @@ from megatron_flex.telemetry.interval import Interval
 from megatron_flex.telemetry.scalars import ScalarOptions
 from megatron_flex.telemetry.sink import TelemetryError
 from megatron_flex.telemetry.tensorboard import TensorBoardSink
-from tests.unit.telemetry.records import record, validation
+from tests.unit.telemetry.records import completion, record, validation
 
 EVENTS = "tensorboard.backend.event_processing.event_accumulator"
 PLAIN = {"learning-rate", "batch-size", "lm loss", "loss-scale", "grad-norm"}
@@ -200,3 +200,18 @@ def test_what_a_log_line_has_said_is_written(tmp_path: Path) -> None:
     assert [step for step, _ in series(tmp_path)["lm loss"]] == [1, 2]  # as if it were killed
     sink.close()
     assert [step for step, _ in series(tmp_path)["lm loss"]] == [1, 2, 3]
+
+
+def test_completions_are_texts_of_which_nothing_is_markup(tmp_path: Path) -> None:
+    sink = TensorBoardSink(str(tmp_path), ScalarOptions(world_size=4))
+    for k in (2, 4):
+        sink.completions([completion(k), completion(k, completion="# no heading")])
+    sink.close()
+    events: Any = importlib.import_module(EVENTS).EventAccumulator(str(tmp_path))
+    events.Reload()
+    tags = ["completions/1/text_summary", "completions/2/text_summary"]
+    assert sorted(events.Tags()["tensors"]) == tags
+    found = events.Tensors(tags[0])
+    assert [e.step for e in found] == [2, 4]
+    text = found[0].tensor_proto.string_val[0].decode()
+    assert text == "prompt:\n\n    def f(\n\ncompletion:\n\n    x):\n      pass"
