@@ -1,12 +1,16 @@
 #!/usr/bin/env python3
-"""Train a SentencePiece model on JSONL, in seconds.
+"""Train a tokenizer on JSONL, in seconds: a SentencePiece model, or a WordPiece vocabulary.
 
     python tools/train_tokenizer.py --input corpus.jsonl --vocab-size 8192 --output tokenizer.model
+    python tools/train_tokenizer.py --input corpus.jsonl --model-type wordpiece --output vocab.txt
 
-The model loses nothing: text is not normalised, runs of blanks and newlines are kept, and
-characters that it does not know become bytes. It has <CLS> <SEP> <EOD> <MASK> <pad> pieces, so it
-serves GPT and BERT, and what --special-tokens adds. The same input gives the same file: one thread,
-evenly spaced documents.
+The second is for BERT, with --tokenizer-type BertWordPieceLowerCase --vocab-file vocab.txt, or with
+--cased for BertWordPieceCase. The same input gives the same file: evenly spaced documents, and one
+thread for SentencePiece.
+
+A SentencePiece model loses nothing: text is not normalised, runs of blanks and newlines are kept,
+and characters that it does not know become bytes. It has <CLS> <SEP> <EOD> <MASK> <pad> pieces, so
+it serves GPT and BERT, and what --special-tokens adds.
 """
 
 from __future__ import annotations
@@ -25,11 +29,13 @@ from pathlib import Path
 from typing import Any
 
 import sentencepiece
+import tokenizers
+from tokenizers import models, normalizers, pre_tokenizers, trainers
 
 if __name__ == "__main__":  # from a clone, without installing
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron_flex.data.bar import SHORT, progress_bar
+from megatron_flex.data.bar import SHORT, progress_bar, shown
 from megatron_flex.data.errors import DataError
 from megatron_flex.data.jsonl import parse, read_lines
 
@@ -172,6 +178,46 @@ def _pieces(log: str, vocab_size: int) -> int:
     return number if what == b"merges" or number <= vocab_size else vocab_size**2 // number
 
 
+def train_wordpiece(texts: list[str], vocab_size: int, *, cased: bool = False) -> bytes:
+    """A ``vocab.txt`` of BERT's form, one token a line in the order of ids.
+
+    Texts are cut as ``BertWordPieceLowerCase`` does, with ``cased`` as ``BertWordPieceCase``.
+
+    Raises:
+        DataError: the texts are too few for so large a vocabulary, or it is too small for them.
+    """
+    tokenizer = tokenizers.Tokenizer(models.WordPiece(unk_token="[UNK]"))
+    tokenizer.normalizer = normalizers.BertNormalizer(lowercase=not cased)
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    # The trainer numbers these as it meets them, in an order of hashes, and ties of pairs are broken
+    # by numbers: so they are numbered here.
+    inner: set[str] = set()
+    for text in shown(texts, "read", unit=" documents"):
+        normal = tokenizer.normalizer.normalize_str(text)
+        words = tokenizer.pre_tokenizer.pre_tokenize_str(normal)
+        inner.update(*(word[1:] for word, _ in words))
+    trainer = trainers.WordPieceTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[
+            *("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"),
+            *(f"##{character}" for character in sorted(inner)),
+        ],
+        show_progress=sys.stderr.isatty(),
+    )
+    tokenizer.train_from_iterator(shown(texts, "train", unit=" documents"), trainer)
+    found = sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])
+    if len(found) > vocab_size:
+        raise DataError(
+            f"--vocab-size {vocab_size}: characters alone make {len(found)} pieces: raise it"
+        )
+    if len(found) < vocab_size:
+        raise DataError(
+            f"--vocab-size {vocab_size}: the texts give {len(found)} pieces: lower it, or raise"
+            " --max-characters"
+        )
+    return "".join(f"{token}\n" for token, _ in found).encode()
+
+
 def write(path: Path, content: bytes) -> None:
     """Write a file, complete or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -190,7 +236,8 @@ def write(path: Path, content: bytes) -> None:
 def main(words: list[str] | None = None) -> int:
     """Command line; returns the exit status."""
     parser = argparse.ArgumentParser(
-        description="Train a SentencePiece model on JSONL.", allow_abbrev=False
+        description="Train a SentencePiece model or a WordPiece vocabulary on JSONL.",
+        allow_abbrev=False,
     )
     parser.add_argument("--input", required=True, help="JSONL file; .gz is unpacked")
     parser.add_argument("--output", type=Path, required=True, help="model file to write")
@@ -203,7 +250,13 @@ def main(words: list[str] | None = None) -> int:
         metavar="TEXT",
         help="texts that are one piece each wherever they stand, such as '<|user|>'",
     )
-    parser.add_argument("--model-type", choices=("bpe", "unigram"), default="bpe")
+    parser.add_argument(
+        "--model-type",
+        choices=("bpe", "unigram", "wordpiece"),
+        default="bpe",
+        help="bpe and unigram are SentencePiece's, wordpiece is BERT's; default bpe",
+    )
+    parser.add_argument("--cased", action="store_true", help="wordpiece: keep capital letters")
     parser.add_argument(
         "--max-characters", type=int, default=4_000_000, help="characters to train on"
     )
@@ -211,6 +264,13 @@ def main(words: list[str] | None = None) -> int:
     try:
         if flags.max_characters < 1:
             raise DataError("--max-characters must be at least 1")
+        wordpiece = flags.model_type == "wordpiece"
+        if flags.cased and not wordpiece:
+            raise DataError("--cased is for --model-type wordpiece: others keep capitals anyway")
+        if flags.special_tokens and wordpiece:
+            raise DataError(
+                "--special-tokens is for SentencePiece: BertWordPiece looks for no tokens in texts"
+            )
         clash = {"\n", "", *RESERVED} & set(flags.special_tokens)
         if clash or len(set(flags.special_tokens)) < len(flags.special_tokens):
             raise DataError(
@@ -218,7 +278,10 @@ def main(words: list[str] | None = None) -> int:
                 f" {', '.join(RESERVED)}"
             )
         texts = sample(flags.input, flags.json_keys, flags.max_characters)
-        content = train_shown(texts, flags.vocab_size, flags.model_type, flags.special_tokens)
+        if wordpiece:
+            content = train_wordpiece(texts, flags.vocab_size, cased=flags.cased)
+        else:
+            content = train_shown(texts, flags.vocab_size, flags.model_type, flags.special_tokens)
         write(flags.output, content)
     except (DataError, OSError) as error:
         print(f"train_tokenizer: {error}", file=sys.stderr)

@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -62,6 +64,30 @@ def test_the_same_input_gives_the_same_file(corpus: Path, model: str, tmp_path: 
     assert [p.name for p in tmp_path.iterdir()] == ["again.model"]
 
 
+@pytest.mark.parametrize("cased", [False, True])
+def test_a_wordpiece_vocabulary_is_berts(corpus: Path, tmp_path: Path, cased: bool) -> None:
+    output = tmp_path / "vocab.txt"
+    words = ["--input", str(corpus), "--output", str(output), "--model-type", "wordpiece",
+             "--vocab-size", "100", *(["--cased"] if cased else [])]  # fmt: skip
+    assert main(words) == 0
+    pieces = output.read_text().splitlines()
+    assert len(pieces) == 100
+    assert pieces[:5] == ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+    kind = "BertWordPieceCase" if cased else "BertWordPieceLowerCase"
+    tokenizer = build_tokenizer(kind, vocab_file=str(output))
+    assert (tokenizer.pad, tokenizer.cls, tokenizer.sep, tokenizer.mask) == (0, 2, 3, 4)
+    assert tokenizer.continuation is not None
+    assert tokenizer.continuation.any()
+    said = tokenizer.decode(tokenizer.encode("class C: return value_17"))
+    assert said == ("class C : return value _ 17" if cased else "class c : return value _ 17")
+    # In another process, where hashes are other ones.
+    again = tmp_path / "again.txt"
+    words[3] = str(again)
+    done = subprocess.run([sys.executable, train_tokenizer.__file__, *words], check=False)
+    assert done.returncode == 0
+    assert again.read_bytes() == output.read_bytes()
+
+
 def test_special_tokens_are_one_piece_each(corpus: Path, tmp_path: Path) -> None:
     output = tmp_path / "special.model"
     words = ["--input", str(corpus), "--output", str(output), "--vocab-size", "400"]
@@ -88,6 +114,10 @@ def test_long_inputs_are_sampled_evenly(corpus: Path, tmp_path: Path) -> None:
             ["--vocab-size", "400", "--json-keys", "txt"],
             "no line has text in txt; its lines have texts in text: give one of them to",
         ),
+        (["--model-type", "wordpiece", "--vocab-size", "4000"], "the texts give"),
+        (["--model-type", "wordpiece", "--vocab-size", "10"], "raise it"),
+        (["--model-type", "wordpiece", "--special-tokens", "<a>"], "is for SentencePiece"),
+        (["--cased"], "--cased is for --model-type wordpiece"),
         (["--vocab-size", "400", "--special-tokens", "<EOD>"], "--special-tokens must differ"),
         (["--vocab-size", "400", "--special-tokens", "<a>", "<a>"], "--special-tokens must differ"),
         (["--max-characters", "0"], "--max-characters"),
