@@ -115,14 +115,14 @@ class StoredTensors(LazyTensors):
         without: tensors whose names begin so are left out.
     """
 
-    def __init__(self, path: Path, manifest: Manifest, *, without: str) -> None:
+    def __init__(self, path: Path, manifest: Manifest, *, without: str | None) -> None:
         self._path = path
         self._manifest = manifest
         self._reader = _Reader(path)
         self.forms = {
             name: torch.empty(entry.shape, dtype=dtype_of(entry), device="meta")
             for name, entry in manifest.tensors.items()
-            if not name.startswith(without)
+            if without is None or not name.startswith(without)
         }
 
     def __getitem__(self, name: str) -> torch.Tensor:

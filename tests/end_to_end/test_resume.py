@@ -6,6 +6,7 @@ import math
 from pathlib import Path
 
 import pytest
+import torch
 
 from megatron_flex.checkpoint.layout import TRACKER, iterations_in
 from megatron_flex.checkpoint.load import read_common
@@ -53,6 +54,42 @@ def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(
     rates = [r.learning_rate for run in (first, rest) for r in run.history.iterations]
     assert rates == [r.learning_rate for r in whole.history.iterations]
     runs.assert_equal_bits(rest, whole)
+
+
+@pytest.mark.parametrize(
+    ("saver", "more"),
+    [
+        (("core", "--target-tensor-parallel-size", "2", "--target-pipeline-parallel-size", "3"),
+         ()),
+        (("core", "--saver-transformer-impl", "local"),
+         ("--bf16", "--untie-embeddings-and-output-weights")),
+        (("torch_dist",), ("--swiglu", "--bf16")),
+    ],
+)  # fmt: skip
+def test_a_run_goes_on_from_its_checkpoint_converted_to_megatrons_and_back(
+    workers: WorkerPool, flags: list[str], tmp_path: Path, saver: tuple[str, ...],
+    more: tuple[str, ...],
+) -> None:  # fmt: skip
+    layout = ["--flexpipe-plan", UNEVEN, *more]
+    whole = runs.run(workers, 3, [*flags, *layout])
+    here, there, back = (tmp_path / name for name in ("here", "there", "back"))
+    runs.run(workers, 3, [*flags, *layout, *saving(here, "--exit-interval", "4")])
+    for source, target, loader, words in (
+        (here, there, "flex", saver), (there, back, "core", ("flex",)),
+    ):  # fmt: skip
+        argv = ["--model-type", "GPT", "--loader", loader, "--saver", *words]
+        assert convert.main([*argv, "--load-dir", str(source), "--save-dir", str(target)]) == 0
+    rest = runs.run(workers, 3, [*flags, *layout, *saving(back)])
+    assert rest.losses == whole.losses[4:]
+    assert rest.norms == whole.norms[4:]
+    assert rest.state.keys() == whole.state.keys()
+    for name, tensor in whole.state.items():
+        by_token = name.endswith(("word_embeddings.weight", "output_layer.weight"))
+        rows = slice(91 if by_token else None)  # behind them are rows that no token has
+        assert torch.equal(rest.state[name][rows], tensor[rows]), name
+    assert (rest.updates, rest.schedule) == (whole.updates, whole.schedule)
+    assert rest.progress["consumed_samples"] == whole.progress["consumed_samples"]
+    assert rest.progress["flops"] == whole.progress["flops"]
 
 
 def test_a_run_saved_by_three_workers_goes_on_alike_on_one_two_four_and_five(

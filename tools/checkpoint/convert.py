@@ -18,8 +18,12 @@ Loaders and savers are modules loader_NAME and saver_NAME beside this file or on
 
 They speak Megatron-LM's protocol, so a loader or saver of Megatron-LM works with these. A loader
 has add_arguments(parser) and load_checkpoint(queue, args), a saver add_arguments(parser) and
-save_checkpoint(queue, args). Only weights are converted: train on with --finetune. From and to hf
-and flex they pass layer by layer, so that a model need not fit in memory.
+save_checkpoint(queue, args). From and to hf and flex a model passes layer by layer, so that it need
+not fit in memory.
+
+Between flex, core and torch_dist the optimizer's state goes along, where it is there, with the
+position in the data and in the learning-rate schedule: a run goes on from the result. (A saver says
+by TAKES_OPTIMIZER = True that it wants that.) From hf come weights alone: use --finetune.
 """
 
 from __future__ import annotations
@@ -80,6 +84,7 @@ def base_parser() -> argparse.ArgumentParser:
     add("--save-dir", required=True, metavar="DIR", help="directory to write into")
     add("--max-queue-size", type=int, default=1, metavar="N",
         help="messages (a layer each) that may wait for the saver; default 1")  # fmt: skip
+    add("--no-save-optim", action="store_true", help="leave the optimizer's state out")
     add("--no-checking", action="store_false", dest="checking",
         help="ignore values that have no place in the model")  # fmt: skip
     return parser
@@ -96,7 +101,10 @@ def parse_arguments(
     loader.add_arguments(parser)
     saver.add_arguments(parser)
     parser.add_argument("-h", "--help", action="help", help="show this text and leave")
-    return loader, saver, parser.parse_args(given)
+    arguments = parser.parse_args(given)
+    takes = getattr(saver, "TAKES_OPTIMIZER", False)
+    arguments.optimizer = takes and not arguments.no_save_optim
+    return loader, saver, arguments
 
 
 def convert(loader: ModuleType, saver: ModuleType, arguments: argparse.Namespace) -> None:

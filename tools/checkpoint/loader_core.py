@@ -36,5 +36,6 @@ def load_checkpoint(queue: Queue, args: Namespace) -> None:
         args.model_type,
         iteration=args.ckpt_step,
         true_vocab_size=args.true_vocab_size,
+        optimizer=getattr(args, "optimizer", False),
     )
     send(queue, weights)

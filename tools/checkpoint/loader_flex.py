@@ -17,4 +17,5 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def load_checkpoint(queue: Queue, args: Namespace) -> None:
     """Send the weights through ``queue``."""
-    send(queue, read_flex(Path(args.load_dir), iteration=args.ckpt_step))
+    directory, wanted = Path(args.load_dir), getattr(args, "optimizer", False)
+    send(queue, read_flex(directory, iteration=args.ckpt_step, optimizer=wanted))

@@ -9,6 +9,8 @@ from megatron_flex.checkpoint.conversion.legacy import write_legacy
 from megatron_flex.checkpoint.conversion.messages import Queue, receive
 from megatron_flex.checkpoint.conversion.weights import padded_size
 
+TAKES_OPTIMIZER = True
+
 
 def add_arguments(parser: ArgumentParser) -> None:
     """The flags of this saver: Megatron-LM's names and defaults."""

@@ -8,6 +8,8 @@ from pathlib import Path
 from megatron_flex.checkpoint.conversion.flex import write_flex
 from megatron_flex.checkpoint.conversion.messages import Queue, receive_lazily
 
+TAKES_OPTIMIZER = True
+
 
 def add_arguments(parser: ArgumentParser) -> None:
     """This saver has no flags: its checkpoints do not depend on how a model is cut."""

@@ -8,6 +8,8 @@ from pathlib import Path
 from megatron_flex.checkpoint.conversion.messages import Queue, receive
 from megatron_flex.checkpoint.conversion.torch_dist import write_torch_dist
 
+TAKES_OPTIMIZER = True
+
 
 def add_arguments(parser: ArgumentParser) -> None:
     """This saver has no flags: the format does not depend on how a model is cut."""

@@ -38,6 +38,7 @@ KEPT = (
     "vocab_extra_ids",
     "make_vocab_size_divisible_by",
     "seq_length",
+    "sample_format",
 )
 """Arguments that the weights do not show, by names that are Megatron's and ours."""
 
@@ -190,6 +191,7 @@ def megatron_arguments(weights: Weights, *, ckpt_format: str) -> Namespace:
         "consumed_train_samples": weights.consumed_samples,
         "ckpt_format": ckpt_format,
         "use_dist_ckpt": ckpt_format != "torch",
+        "no_save_optim": weights.training is None,
     }
     defaults: dict[str, Any] = {
         "seed": c.seed,
@@ -211,12 +213,14 @@ def megatron_arguments(weights: Weights, *, ckpt_format: str) -> Namespace:
         "data_parallel_random_init": False,
         "phase_transition_iterations": None,
         "use_distributed_optimizer": False,
-        "no_save_optim": True,
         "no_save_rng": True,
     }
     for name, value in defaults.items():
         if not hasattr(result, name):
             setattr(result, name, value)
+    if weights.training is not None:
+        beta1, beta2 = weights.training.betas
+        decided |= {"adam_beta1": beta1, "adam_beta2": beta2, "adam_eps": weights.training.eps}
     for name, value in decided.items():
         setattr(result, name, value)
     result.vocab_size -= _beside_the_flag(vars(result))

@@ -6,6 +6,7 @@ import io
 import re
 import shutil
 from argparse import Namespace
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,9 +21,19 @@ from megatron_flex.checkpoint.conversion.arguments import (
     megatron_arguments,
 )
 from megatron_flex.checkpoint.conversion.names import to_local, to_transformer_engine
+from megatron_flex.checkpoint.conversion.optimizer import in_order, training_of
+from megatron_flex.checkpoint.conversion.optimizer import read as read_optimizer
+from megatron_flex.checkpoint.conversion.optimizer import written as write_optimizer
 from megatron_flex.checkpoint.conversion.shards import check_sizes, merge, split, stage_names
-from megatron_flex.checkpoint.conversion.weights import OUTPUT_LAYER, Weights
+from megatron_flex.checkpoint.conversion.weights import (
+    OUTPUT_LAYER,
+    Training,
+    Weights,
+    parameters_in,
+    state_name,
+)
 from megatron_flex.checkpoint.errors import CheckpointError
+from megatron_flex.model.config import ModelConfig
 
 FILE = "model_optim_rng.pt"
 
@@ -45,8 +56,13 @@ def read_legacy(
     *,
     iteration: int | None = None,
     true_vocab_size: int | None = None,
+    optimizer: bool = False,
+    say: Callable[[str], object] = print,
 ) -> Weights:
-    """Read all ranks' files of any tensor, pipeline and virtual pipeline parallel size."""
+    """Read all ranks' files of any tensor, pipeline and virtual pipeline parallel size.
+
+    With ``optimizer`` also its state; ``say`` gets a sentence if that is there and not understood.
+    """
     path = source_directory(directory, iteration)
     files: dict[tuple[int, int], Path] = {}
     for entry in sorted(path.glob(f"mp_rank_*/{FILE}")):
@@ -80,6 +96,7 @@ def read_legacy(
     check_known_to_core(config)
     tensors: dict[str, torch.Tensor] = {}
     layers = 0
+    order: list[list[str]] = [[] for _ in range(pipeline_size)]  # of each stage's parameters
     # Chunk c of stage p comes before chunk c + 1 of stage 0.
     for chunk in _chunks(head, files[0, 0]):
         for stage in range(pipeline_size):
@@ -92,12 +109,22 @@ def read_legacy(
                 if match := _LAYER.fullmatch(full):
                     depth = max(depth, int(match[2]) + 1)
                     full = f"{match[1]}{layers + int(match[2])}{match[3]}"
+                order[stage].append(full)
                 tensors[full] = merge(config, full, [p[name] for p in parts])
             layers += depth
     if layers != config.num_layers:
         raise CheckpointError(f"{path} has {layers} layers, its args say {config.num_layers}")
+    training = None
+    if optimizer and head.get("optimizer") is not None:
+        try:
+            training = _training(head, arguments)
+            tensors |= _states(ranks, order, {n: t.dim() for n, t in tensors.items()}, config)
+        except CheckpointError as error:
+            say(f"{path}: the optimizer's state is left out: {error}")
+            training = None
     if config.layers.tied:
-        tensors.pop(OUTPUT_LAYER, None)
+        for name in [name for name in tensors if name.endswith(OUTPUT_LAYER)]:
+            tensors.pop(name)
     return Weights(
         config,
         tensors,
@@ -106,7 +133,33 @@ def read_legacy(
         arguments,
         tensor_size,
         pipeline_size,
+        training=training,
     )
+
+
+def _training(head: Mapping[str, Any], arguments: Namespace) -> Training:
+    schedule = head.get("opt_param_scheduler")
+    if not isinstance(schedule, dict):
+        raise CheckpointError("there is no opt_param_scheduler beside it")
+    return training_of(head["optimizer"], schedule, arguments, head)
+
+
+def _states(
+    ranks: Mapping[tuple[int, int], Mapping[str, Any]],
+    order: Sequence[Sequence[str]],
+    dimensions: Mapping[str, int],
+    config: ModelConfig,
+) -> dict[str, torch.Tensor]:
+    """The optimizer's state of all ranks, put together."""
+    found: dict[str, torch.Tensor] = {}
+    size = max(t for t, _ in ranks) + 1
+    for stage, names in enumerate(order):
+        parts = [
+            read_optimizer(ranks[t, stage].get("optimizer"), names, dimensions) for t in range(size)
+        ]
+        for name in parts[0]:
+            found[name] = merge(config, name, [part[name] for part in parts]).float()
+    return found
 
 
 def _chunks(head: dict[str, Any], path: Path) -> list[str]:
@@ -144,6 +197,7 @@ def write_legacy(
         try:
             for stage in range(pipeline_parallel_size):
                 states = _stage_states(weights, stage, transformer_engine)
+                optimizers = _stage_optimizers(weights, stage, transformer_engine)
                 for rank, state in enumerate(states):
                     suffix = f"_{stage:03d}" if pipeline_parallel_size > 1 else ""
                     folder = temporary / f"mp_rank_{rank:02d}{suffix}"
@@ -155,6 +209,10 @@ def write_legacy(
                         "iteration": weights.iteration,
                         "model": state,
                     }
+                    if (training := weights.training) is not None:
+                        content["optimizer"] = optimizers[rank]
+                        content["opt_param_scheduler"] = dict(training.schedule)
+                        content["num_floating_point_operations_so_far"] = training.flops
                     torch.save(content, buffer)
                     layout.write_synced(folder / FILE, buffer.getvalue())
                     layout.sync_directory(folder)
@@ -169,13 +227,47 @@ def _stage_states(
 ) -> list[dict[str, torch.Tensor]]:
     """The state of each tensor-parallel rank of a stage."""
     size = weights.tensor_parallel_size
-    names = stage_names(
-        list(weights.tensors), weights.config, weights.stack, stage, weights.pipeline_parallel_size
-    )
     states: list[dict[str, torch.Tensor]] = [{} for _ in range(size)]
-    for local, full in names.items():
-        written = to_transformer_engine(local) if transformer_engine else local
+    for name, full in _stage_parameters(weights, stage, transformer_engine).items():
         parts = split(weights.config, full, weights.tensors[full], size)
         for state, part in zip(states, parts, strict=True):
-            state[written] = part.clone()  # not the storage of the whole tensor
+            state[name] = part.clone()  # not the storage of the whole tensor
     return states
+
+
+def _stage_parameters(weights: Weights, stage: int, transformer_engine: bool) -> dict[str, str]:
+    """Name in a stage's file -> name in the model, in the order of Megatron's modules."""
+    names = stage_names(
+        parameters_in(weights.tensors), weights.config, weights.stack, stage,
+        weights.pipeline_parallel_size,
+    )  # fmt: skip
+    found = {to_transformer_engine(n) if transformer_engine else n: f for n, f in names.items()}
+    return {name: found[name] for name in in_order(found)}
+
+
+def _stage_optimizers(
+    weights: Weights, stage: int, transformer_engine: bool
+) -> list[dict[str, Any]]:
+    """The optimizer's state of each tensor-parallel rank of a stage; empty where there is none."""
+    size, training = weights.tensor_parallel_size, weights.training
+    if training is None:
+        return [{} for _ in range(size)]
+    names = list(_stage_parameters(weights, stage, transformer_engine).values())
+    dimensions = {name: weights.tensors[name].dim() for name in names}
+
+    def found(rank: int) -> dict[str, Any]:
+        def find(kind: str, name: str) -> torch.Tensor:
+            whole = weights.tensors[state_name(kind, name)]
+            return split(weights.config, name, whole, size)[rank].clone()
+
+        return write_optimizer(
+            names,
+            dimensions,
+            find,
+            training,
+            mixed=weights.config.params_dtype != "float32",
+            # Where Transformer Engine is, so is its Adam.
+            torch_adam=not transformer_engine,
+        )
+
+    return [found(rank) for rank in range(size)]

@@ -3,7 +3,8 @@
 First a namespace that describes the model, then dictionaries of whole tensors: "embeddings",
 "transformer layer N", "final norm", "output layer", "pooler", "lm head", "binary head", as far as
 the model has them, then the word "done"; "exit" says that the loader failed. What Megatron-LM's
-own protocol lacks is added: norms of query and key, BERT's token types and its output bias.
+own protocol lacks is added: norms of query and key, BERT's token types and its output bias. To a
+saver that takes the optimizer's state, it follows in messages of the same names behind a prefix.
 
 Source: Megatron-LM core_r0.16.0, tools/checkpoint/{convert,loader_base,saver_base}.py.
 """
@@ -22,10 +23,23 @@ import torch
 from tqdm import tqdm
 
 from megatron_flex.checkpoint.conversion.arguments import config_of, megatron_arguments
-from megatron_flex.checkpoint.conversion.shapes import check_weight, check_weights, weight_shapes
-from megatron_flex.checkpoint.conversion.weights import DTYPES, WORD_EMBEDDING, Weights
+from megatron_flex.checkpoint.conversion.optimizer import kinds_of
+from megatron_flex.checkpoint.conversion.shapes import (
+    check_weight,
+    check_weights,
+    weight_shapes,
+    with_state,
+)
+from megatron_flex.checkpoint.conversion.weights import (
+    DTYPES,
+    WORD_EMBEDDING,
+    Training,
+    Weights,
+    state_name,
+)
 from megatron_flex.checkpoint.errors import CheckpointError
 from megatron_flex.checkpoint.lazy import LazyTensors
+from megatron_flex.checkpoint.options import OPTIMIZER
 from megatron_flex.model.config import ModelConfig
 
 _EMBEDDINGS = {
@@ -65,6 +79,7 @@ _TAIL = {
     "binary head": {"weight": "binary_head.weight", "bias": "binary_head.bias"},
 }
 _LAYER_MESSAGE = re.compile(r"transformer layer (\d+)")
+_PREFIXED = re.compile(r"(optimizer\.state\.\w+\.|)(.*)", re.DOTALL)
 
 
 class Queue(Protocol):
@@ -81,9 +96,16 @@ def send(queue: Queue, weights: Weights) -> None:
     """Send a model. Raises :class:`CheckpointError` when the weights are incomplete."""
     check_weights(weights)
     queue.put(_describe(weights))
-    for message in _messages(weights):
-        queue.put(message)
+    for prefix in _prefixes(weights.config, weights.training):
+        for message in _messages(weights, prefix):
+            queue.put(message)
     queue.put("done")
+
+
+def _prefixes(config: ModelConfig, training: Training | None) -> list[str]:
+    """What comes before the names of parameters, and of each kind of their optimizer state."""
+    kinds = () if training is None else kinds_of(config)
+    return ["", *(state_name(kind, "") for kind in kinds)]
 
 
 def receive(queue: Queue, *, checking: bool = True) -> Weights:
@@ -102,15 +124,17 @@ def receive_lazily(queue: Queue, *, checking: bool = True) -> Weights:
         raise CheckpointError("the loader sent no word embeddings")
     config = replace(config, padded_vocab_size=words.shape[0])
     companions = getattr(metadata, "companions", None)
+    training = getattr(metadata, "training", None)
     return Weights(
         config,
-        _Arriving(queue, config, first, checking),
+        _Arriving(queue, config, first, checking, training),
         iteration=int(_iteration(metadata)),
         consumed_samples=int(getattr(metadata, "consumed_train_samples", 0) or 0),
         arguments=arguments,
         tensor_parallel_size=getattr(metadata, "previous_tensor_parallel_size", None) or 1,
         pipeline_parallel_size=getattr(metadata, "previous_pipeline_parallel_size", None) or 1,
         companions=None if companions is None else Path(companions),
+        training=training,
     )
 
 
@@ -122,21 +146,32 @@ class _Arriving(LazyTensors):
     """
 
     def __init__(
-        self, queue: Queue, config: ModelConfig, first: dict[str, Any], checking: bool
+        self,
+        queue: Queue,
+        config: ModelConfig,
+        first: dict[str, Any],
+        checking: bool,
+        training: Training | None,
     ) -> None:
         self._queue = queue
         self._stack = "encoder" if config.architecture == "bert" else "decoder"
         self._checking = checking
         self._dtype = DTYPES[config.params_dtype]
         self._expected = weight_shapes(config)
+        if training is not None:
+            self._expected = with_state(self._expected, config)
         self._held: dict[str, torch.Tensor] = {}
         self.forms = {
-            name: torch.empty(shape, dtype=self._dtype, device="meta")
+            name: torch.empty(shape, dtype=self._type(name), device="meta")
             for name, shape in self._expected.items()
         }
         self._missing = set(self.forms)
         self._progress = tqdm(
-            total=config.num_layers, unit="layer", delay=2, disable=None, leave=False
+            total=config.num_layers * len(_prefixes(config, training)),
+            unit="layer",
+            delay=2,
+            disable=None,
+            leave=False,
         )
         self._take(first)
 
@@ -148,7 +183,7 @@ class _Arriving(LazyTensors):
             if message == "done":
                 raise CheckpointError(f"the weights lack {name}, which the model's shape asks for")
             self._take(message)
-        tensor = self._held.pop(name).to(self._dtype)
+        tensor = self._held.pop(name).to(self._type(name))
         self._missing.discard(name)
         if not self._missing:
             while (message := _next(self._queue)) != "done":
@@ -156,8 +191,11 @@ class _Arriving(LazyTensors):
             self._progress.close()
         return tensor
 
+    def _type(self, name: str) -> torch.dtype:
+        return torch.float32 if name.startswith(OPTIMIZER) else self._dtype
+
     def _take(self, message: dict[str, Any]) -> None:
-        name = message["name"]
+        before, name = _PREFIXED.fullmatch(message["name"]).groups()  # type: ignore[union-attr]
         if match := _LAYER_MESSAGE.fullmatch(name):
             prefix = f"{self._stack}.layers.{match[1]}."
             names = {key: prefix + local for key, local in _LAYER.items()}
@@ -174,8 +212,9 @@ class _Arriving(LazyTensors):
             names = _TAIL.get(name, {})
         for key, tensor in message.items():
             if key in names and tensor is not None:
-                check_weight(names[key], tensor, self._expected)
-                self._held[names[key]] = tensor
+                full = before + names[key]
+                check_weight(full, tensor, self._expected)
+                self._held[full] = tensor
             elif key != "name" and tensor is not None and self._checking:
                 raise CheckpointError(
                     f"the loader sent {key!r} in {name!r}, which has no place in the model"
@@ -223,6 +262,7 @@ def _describe(weights: Weights) -> SimpleNamespace:
         consumed_valid_samples=0,
         checkpoint_args=arguments,
         companions=None if weights.companions is None else str(weights.companions),
+        training=weights.training,
     )
 
 
@@ -257,12 +297,12 @@ def _understand(metadata: Any) -> tuple[Any, Namespace]:
     return config_of(arguments, metadata.model_type, true_size), arguments
 
 
-def _messages(weights: Weights) -> Iterator[dict[str, Any]]:
+def _messages(weights: Weights, before: str) -> Iterator[dict[str, Any]]:
     tensors = weights.tensors
 
     def message(name: str, names: Mapping[str, str], prefix: str = "") -> dict[str, Any]:
-        found = {k: tensors[prefix + n] for k, n in names.items() if prefix + n in tensors}
-        return {"name": name, **found}
+        full = {k: before + prefix + n for k, n in names.items()}
+        return {"name": before + name, **{k: tensors[n] for k, n in full.items() if n in tensors}}
 
     yield message("embeddings", _EMBEDDINGS)
     for number in range(weights.config.num_layers):

@@ -6,7 +6,13 @@ from collections.abc import Iterator, Mapping
 
 import torch
 
-from megatron_flex.checkpoint.conversion.weights import OUTPUT_LAYER, WORD_EMBEDDING, Weights
+from megatron_flex.checkpoint.conversion.optimizer import kinds_of
+from megatron_flex.checkpoint.conversion.weights import (
+    OUTPUT_LAYER,
+    WORD_EMBEDDING,
+    Weights,
+    state_name,
+)
 from megatron_flex.checkpoint.errors import CheckpointError
 from megatron_flex.checkpoint.lazy import forms_of
 from megatron_flex.model.config import ModelConfig
@@ -19,9 +25,23 @@ def weight_shapes(config: ModelConfig) -> dict[str, Shape]:
     return dict(_shapes(config))
 
 
+def tensor_shapes(weights: Weights) -> dict[str, Shape]:
+    """The same with the optimizer's state, where that belongs to the weights."""
+    shapes = weight_shapes(weights.config)
+    return shapes if weights.training is None else with_state(shapes, weights.config)
+
+
+def with_state(shapes: Mapping[str, Shape], config: ModelConfig) -> dict[str, Shape]:
+    """Shapes of parameters and of their optimizer state."""
+    state = {
+        state_name(kind, name): shape for kind in kinds_of(config) for name, shape in shapes.items()
+    }
+    return {**shapes, **state}
+
+
 def check_weights(weights: Weights) -> None:
     """Raise :class:`CheckpointError` unless the weights are exactly those of their model."""
-    expected, forms = weight_shapes(weights.config), forms_of(weights.tensors)
+    expected, forms = tensor_shapes(weights), forms_of(weights.tensors)
     for name in sorted({*expected, *forms}):
         if name not in forms:
             raise CheckpointError(f"the weights lack {name}, which the model's shape asks for")

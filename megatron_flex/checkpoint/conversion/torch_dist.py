@@ -8,6 +8,7 @@ import json
 import re
 import shutil
 from argparse import Namespace
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -40,15 +41,24 @@ from megatron_flex.checkpoint.conversion.arguments import (
 )
 from megatron_flex.checkpoint.conversion.legacy import source_directory
 from megatron_flex.checkpoint.conversion.names import to_local, to_transformer_engine
-from megatron_flex.checkpoint.conversion.weights import OUTPUT_LAYER, Weights
+from megatron_flex.checkpoint.conversion.optimizer import MASTER, MOMENTS, training_of
+from megatron_flex.checkpoint.conversion.optimizer import common as common_state
+from megatron_flex.checkpoint.conversion.weights import (
+    OUTPUT_LAYER,
+    Training,
+    Weights,
+    state_name,
+)
 from megatron_flex.checkpoint.errors import CheckpointError, describe, quiet, unwrap
 
 COMMON = "common.pt"
 FORMAT = {"sharded_backend": "torch_dist", "sharded_backend_version": 1,
           "common_backend": "torch", "common_backend_version": 1}  # fmt: skip
 
-_LAYER = re.compile(r"((?:decoder|encoder)\.layers\.)(\d+)\.(.+)")
-_STACK = re.compile(r"((?:decoder|encoder)\.layers\.)(\D.*)")
+_LAYER = re.compile(r"((?:optimizer\.state\.\w+\.)?(?:decoder|encoder)\.layers\.)(\d+)\.(.+)")
+_STACK = re.compile(r"((?:optimizer\.state\.\w+\.)?(?:decoder|encoder)\.layers\.)(\D.*)")
+_MASTER = "optimizer.state.fp32_param."  # megatron-core's name
+_STATE = (*(state_name(kind, "") for kind in MOMENTS), _MASTER)
 _WEIGHTS = (
     "embedding.", "decoder.", "encoder.", "output_layer.", "lm_head.", "pooler.", "binary_head.",
 )  # fmt: skip
@@ -69,8 +79,13 @@ def read_torch_dist(
     *,
     iteration: int | None = None,
     true_vocab_size: int | None = None,
+    optimizer: bool = False,
+    say: Callable[[str], object] = print,
 ) -> Weights:
-    """Read the weights of a distributed checkpoint, written on any number of ranks."""
+    """Read the weights of a distributed checkpoint, written on any number of ranks.
+
+    With ``optimizer`` also its state; ``say`` gets a sentence if that is there and not understood.
+    """
     path = source_directory(directory, iteration)
     try:
         backend = json.loads((path / "metadata.json").read_bytes())["sharded_backend"]
@@ -92,11 +107,18 @@ def read_torch_dist(
         saved = reader.read_metadata().state_dict_metadata
     except Exception as error:  # a damaged file may raise nearly anything
         raise CheckpointError(f"cannot read {path / '.metadata'}: {describe(error)}") from error
+    training = None
+    if optimizer and common.get("optimizer") is not None:
+        try:
+            training = _training(common, arguments, saved)
+        except CheckpointError as error:
+            say(f"{path}: the optimizer's state is left out: {error}")
+    begins = _WEIGHTS if training is None else (*_WEIGHTS, *_STATE)
     wanted = {
         name: torch.empty(entry.size, dtype=entry.properties.dtype)
         for name, entry in saved.items()
         if isinstance(entry, TensorStorageMetadata)
-        and name.startswith(_WEIGHTS)
+        and name.startswith(begins)
         and "_extra_state" not in name
     }
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -107,7 +129,8 @@ def read_torch_dist(
         raise unwrap(error, f"reading {path}") from error
 
     tensors: dict[str, torch.Tensor] = {}
-    for name, tensor in wanted.items():
+    for written, tensor in wanted.items():
+        name = written.replace(_MASTER, state_name(MASTER, ""))
         match = None if _LAYER.fullmatch(name) else _STACK.fullmatch(name)
         if match is None:
             tensors[to_local(name)] = tensor
@@ -119,7 +142,8 @@ def read_torch_dist(
         for number, layer in enumerate(tensor):
             tensors[to_local(f"{match[1]}{number}.{match[2]}")] = layer
     if config.layers.tied:
-        tensors.pop(OUTPUT_LAYER, None)
+        for name in [name for name in tensors if name.endswith(OUTPUT_LAYER)]:
+            tensors.pop(name)
     return Weights(
         config,
         tensors,
@@ -128,7 +152,27 @@ def read_torch_dist(
         arguments,
         int(getattr(arguments, "tensor_model_parallel_size", 1) or 1),
         int(getattr(arguments, "pipeline_model_parallel_size", 1) or 1),
+        training=training,
     )
+
+
+def _training(
+    common: Mapping[str, Any], arguments: Namespace, saved: Mapping[str, Any]
+) -> Training:
+    schedule = common.get("opt_param_scheduler")
+    if not isinstance(schedule, dict):
+        raise CheckpointError("there is no opt_param_scheduler beside it")
+    if not any(name.startswith(_STATE[0]) for name in saved):
+        raise CheckpointError(
+            "it is not by parameters (--dist-ckpt-optim-fully-reshardable saves it so)"
+        )
+    return training_of(_inner(common["optimizer"]), schedule, arguments, common)
+
+
+def _inner(optimizer: Any) -> Any:
+    """The optimizer within one of mixed precision."""
+    inside = isinstance(optimizer, dict) and "param_groups" not in optimizer
+    return optimizer.get("optimizer") if inside else optimizer
 
 
 def write_torch_dist(directory: Path, weights: Weights) -> Path:
@@ -153,6 +197,12 @@ def write_torch_dist(directory: Path, weights: Weights) -> Path:
                 "checkpoint_version": 3.0,
                 "iteration": weights.iteration,
             }
+            if (training := weights.training) is not None:
+                inner = common_state(training)
+                mixed = weights.config.params_dtype != "float32"
+                content["optimizer"] = {"optimizer": inner} if mixed else inner
+                content["opt_param_scheduler"] = dict(training.schedule)
+                content["num_floating_point_operations_so_far"] = training.flops
             torch.save(content, buffer)
             layout.write_synced(temporary / COMMON, buffer.getvalue())
             layout.write_synced(temporary / "metadata.json", json.dumps(FORMAT).encode())
@@ -198,7 +248,7 @@ class _Stacking(DefaultSavePlanner):
     def _item(self, name: str, tensor: torch.Tensor | None) -> WriteItem:
         if tensor is None:
             return WriteItem(MetadataIndex(name), WriteItemType.BYTE_IO)
-        name = to_transformer_engine(name)
+        name = to_transformer_engine(name).replace(state_name(MASTER, ""), _MASTER)
         size, offsets = tuple(tensor.shape), (0,) * tensor.dim()
         if match := _LAYER.fullmatch(name):
             name = match[1] + match[3]

@@ -28,10 +28,15 @@ from megatron_flex.checkpoint.conversion.flex import read_flex, write_flex
 from megatron_flex.checkpoint.conversion.legacy import read_legacy, write_legacy
 from megatron_flex.checkpoint.conversion.messages import receive, send
 from megatron_flex.checkpoint.conversion.names import to_local, to_transformer_engine
-from megatron_flex.checkpoint.conversion.shapes import check_weights, weight_shapes
+from megatron_flex.checkpoint.conversion.shapes import check_weights, weight_shapes, with_state
 from megatron_flex.checkpoint.conversion.shards import merge, split
 from megatron_flex.checkpoint.conversion.torch_dist import read_torch_dist, write_torch_dist
-from megatron_flex.checkpoint.conversion.weights import Weights, padded_size
+from megatron_flex.checkpoint.conversion.weights import (
+    Training,
+    Weights,
+    padded_size,
+    state_name,
+)
 from megatron_flex.checkpoint.errors import CheckpointError
 from megatron_flex.checkpoint.layout import TRACKER
 from megatron_flex.checkpoint.load import read_common
@@ -625,3 +630,130 @@ def test_a_plug_in_of_others_is_found_on_the_path(tmp_path: Path) -> None:
     layers = [f"transformer layer {number}" for number in range(4)]
     names = json.loads((tmp_path / "out.json").read_text())
     assert names == [4, "GPT", "embeddings", *layers, "final norm"]
+
+
+# ---- the optimizer's state --------------------------------------------------------------------
+
+SCHEDULE = {"max_lr": 1e-3, "min_lr": 1e-5, "lr_warmup_steps": 8, "num_steps": 56, "start_wd": 0.1,
+            "lr_decay_style": "cosine", "lr_decay_steps": 80, "end_wd": 0.1, "wd_incr_steps": 80,
+            "wd_incr_style": "constant"}  # fmt: skip
+
+
+def trained(config: ModelConfig) -> Weights:
+    """Random weights with an optimizer's state."""
+    generator = torch.Generator().manual_seed(4)
+    weights = random_weights(config)
+    shapes = with_state(weight_shapes(config), config)
+    state = {
+        name: torch.rand(shape, generator=generator)
+        for name, shape in shapes.items()
+        if name not in weights.tensors
+    }
+    training = Training(7, SCHEDULE, (0.9, 0.95), 1e-6, 1.5e9)
+    return replace(weights, tensors={**weights.tensors, **state}, training=training)
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+@pytest.mark.parametrize(("tensor", "pipeline"), [(1, 1), (2, 2), (1, 4)])
+def test_rank_files_give_the_optimizers_state_back(
+    config: ModelConfig, tensor: int, pipeline: int, tmp_path: Path
+) -> None:
+    write_legacy(
+        tmp_path,
+        trained(config),
+        tensor_parallel_size=tensor,
+        pipeline_parallel_size=pipeline,
+        transformer_engine=tensor == 2,
+    )
+    found = read_legacy(tmp_path, model_type(config), optimizer=True)
+    assert_equal(found, trained(config))
+    assert found.training == trained(config).training
+    assert_equal(read_legacy(tmp_path, model_type(config)), random_weights(config))
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+def test_distributed_checkpoints_and_messages_keep_the_optimizers_state(
+    config: ModelConfig, tmp_path: Path
+) -> None:
+    write_torch_dist(tmp_path / "dist", trained(config))
+    found = read_torch_dist(tmp_path / "dist", model_type(config), optimizer=True)
+    assert_equal(found, trained(config))
+    assert found.training == trained(config).training
+    passed = _receive(_messages(found))
+    assert_equal(passed, trained(config))
+    write_flex(tmp_path / "flex", passed)
+    again = read_flex(tmp_path / "flex", optimizer=True)
+    assert_equal(again, trained(config))
+    assert again.training == trained(config).training
+    assert_equal(read_flex(tmp_path / "flex"), random_weights(config))
+
+
+def their_optimizer(model: Any) -> Any:
+    """megatron-core's own Adam of a float32 model, with PyTorch's AdamW inside."""
+    from megatron.core.optimizer import OptimizerConfig, _get_param_groups
+    from megatron.core.optimizer.optimizer import FP32Optimizer
+
+    config = OptimizerConfig(optimizer="adam", lr=1e-3, min_lr=1e-5, weight_decay=0.1)
+    inner = torch.optim.AdamW(_get_param_groups([model], config, None), lr=1e-3)
+    return FP32Optimizer(inner, config, lambda *_: None)
+
+
+@pytest.mark.usefixtures("megatron")
+@pytest.mark.parametrize("config", [CONFIGS[0], CONFIGS[2]])
+def test_megatron_cores_optimizer_and_ours_have_the_same_state(
+    config: ModelConfig, tmp_path: Path
+) -> None:
+    weights = trained(config)
+    path = write_legacy(
+        tmp_path / "ours", weights, tensor_parallel_size=1, pipeline_parallel_size=1,
+        transformer_engine=False,
+    )  # fmt: skip
+    content = torch.load(path / "mp_rank_00" / "model_optim_rng.pt", weights_only=False)
+    model = reference(config)
+    model.load_state_dict(content["model"], strict=True)
+    assert list(dict(model.named_parameters())) == list(content["model"])
+    original = torch.tensor
+    with mock.patch.object(
+        torch, "tensor", lambda *a, device=None, **k: original(*a, **k)
+    ):  # megatron-core puts its loss scale on CUDA
+        optimizer = their_optimizer(model)
+    optimizer.load_state_dict(content["optimizer"])
+    inner = optimizer.optimizer
+    for name, parameter in model.named_parameters():
+        state = inner.state[parameter]
+        assert float(state["step"]) == 7.0
+        for kind in ("exp_avg", "exp_avg_sq"):
+            assert torch.equal(state[kind], weights.tensors[state_name(kind, name)]), name
+    assert [g["wd_mult"] for g in inner.param_groups] == [1.0, 0.0]
+    assert inner.param_groups[0]["betas"] == (0.9, 0.95)
+    # And what it saves is read.
+    folder = tmp_path / "theirs" / "iter_0000007" / "mp_rank_00"
+    folder.mkdir(parents=True)
+    (tmp_path / "theirs" / TRACKER).write_text("7")
+    saved = {**content, "optimizer": optimizer.state_dict(),
+             "model": model.state_dict_for_save_checkpoint()}  # type: ignore[operator]  # fmt: skip
+    torch.save(saved, folder / "model_optim_rng.pt")
+    found = read_legacy(tmp_path / "theirs", model_type(config), optimizer=True)
+    assert_equal(found, weights)
+    assert found.training == weights.training
+
+
+def test_an_optimizer_that_is_not_understood_is_left_out_and_named(tmp_path: Path) -> None:
+    path = write_legacy(
+        tmp_path, trained(GPT), tensor_parallel_size=1, pipeline_parallel_size=1,
+        transformer_engine=False,
+    )  # fmt: skip
+    file = path / "mp_rank_00" / "model_optim_rng.pt"
+    content = torch.load(file, weights_only=False)
+    for change, reason in (
+        ({"optimizer": [content["optimizer"]]}, "not Megatron-LM's plain Adam"),
+        ({"optimizer": {"param_groups": content["optimizer"]["param_groups"]}}, "plain Adam"),
+        ({"opt_param_scheduler": None}, "there is no opt_param_scheduler"),
+    ):
+        torch.save({**content, **change}, file)
+        said: list[str] = []
+        found = read_legacy(tmp_path, "GPT", optimizer=True, say=said.append)
+        assert_equal(found, random_weights(GPT))
+        assert found.training is None
+        assert len(said) == 1
+        assert reason in said[0]
