@@ -189,8 +189,8 @@ def train_wordpiece(texts: list[str], vocab_size: int, *, cased: bool = False) -
     tokenizer = tokenizers.Tokenizer(models.WordPiece(unk_token="[UNK]"))
     tokenizer.normalizer = normalizers.BertNormalizer(lowercase=not cased)
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    # The trainer numbers these as it meets them, in an order of hashes, and ties of pairs are broken
-    # by numbers: so they are numbered here.
+    # The trainer numbers these as it meets them, in an order of hashes, and numbers break the ties
+    # of pairs: so they are numbered here.
     inner: set[str] = set()
     for text in shown(texts, "read", unit=" documents"):
         normal = tokenizer.normalizer.normalize_str(text)

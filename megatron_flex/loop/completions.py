@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_flex.data.packed import PackedBatch
-from megatron_flex.model.decode import Completion, Growing, Stops, ended, logits_of_last, room
+from megatron_flex.model.decode import Completion, Growing, Stops, ended, room
 from megatron_flex.model.head import HeadBlock
 from megatron_flex.model.layers import Kind
 from megatron_flex.model.megatron import DTYPES
@@ -42,8 +42,8 @@ class _Stages:
         mine = range(len(self._plan.stages))
         return any(self._runner(stage, prompt) == self._world.rank for stage in mine)
 
-    def forward(self, prompt: int, batch: PackedBatch) -> Tensor | None:
-        """This worker's stages of one step; logits of the last token where the last stage is."""
+    def forward(self, prompt: int, batch: PackedBatch) -> int | None:
+        """This worker's stages of one step; the likeliest token where the last stage is."""
         stages, rank = self._plan.stages, self._world.rank
         hidden: Tensor | None = None
         for number, stage in enumerate(stages):
@@ -56,7 +56,7 @@ class _Stages:
                 if block.unit.kind is Kind.HEAD:
                     assert isinstance(block, HeadBlock)
                     assert hidden is not None
-                    return logits_of_last(block, hidden)
+                    return block.likeliest(hidden, batch.num_tokens)
                 hidden = block(hidden, batch)
             assert hidden is not None
             if (target := self._runner(number + 1, prompt)) != rank:
@@ -66,7 +66,7 @@ class _Stages:
     def _receive(self, stage: int, prompt: int, source: int, tokens: int) -> Tensor:
         config = self._holdings.config
         buffer = torch.empty(
-            tokens, 1, config.hidden_size,
+            self._world.tensor.rows(tokens), 1, config.hidden_size,
             dtype=DTYPES[config.params_dtype], device=self._world.device,
         )  # fmt: skip
         assert self._world.pipeline is not None
@@ -81,7 +81,7 @@ class _Stages:
             self._sent.append((what, hidden, self._world.pipeline.send(hidden, target)))
 
     def agree(self, chosen: Tensor) -> list[int]:
-        """All workers' choices, each of which one worker has made; what was sent has arrived."""
+        """All workers' choices, each of which one has made; what was sent has arrived."""
         if self._world.control is not None:
             with explain("the tokens that were chosen", self._world):
                 dist.all_reduce(chosen, group=self._world.control)
@@ -130,9 +130,9 @@ def complete_all(
                 continue
             given = torch.tensor(made[number][-1:] or list(prompts[number]))
             batch = samples[number].next(len(given), given.to(world.device))
-            logits = stages.forward(number, batch)
-            if logits is not None:
-                chosen[number] = int(logits.argmax())
+            token = stages.forward(number, batch)
+            if token is not None and world.tensor.index == 0:
+                chosen[number] = token
         for number, token in enumerate(stages.agree(chosen)):
             if number in open_:
                 made[number].append(token)

@@ -78,9 +78,28 @@ class HeadBlock(Block):
         group = None if self._part is None else self.group
         return linear(x, layer.weight, layer.bias, rows=self._rows, group=group, tokens=tokens)
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """``[T, 1, H] -> [T, vocabulary]``, without the padded rows of the vocabulary."""
-        return self._logits(self.final_layernorm(hidden.squeeze(1)))
+    def logits(self, hidden: Tensor, tokens: int | None = None) -> Tensor:
+        """``[T, 1, H] -> [T, vocabulary]``, without the padded rows of the vocabulary.
+
+        Of the part of the vocabulary that is here, and of all ``tokens`` of the micro-batch.
+        """
+        return self._logits(self.final_layernorm(hidden.squeeze(1)), tokens)
+
+    def likeliest(self, hidden: Tensor, tokens: int) -> int:
+        """The likeliest token after the last of ``tokens``, on every worker of the group."""
+        group = self.group
+        if not group.sequence_parallel:
+            hidden, tokens = hidden[-1:], 1
+        part = self.logits(hidden, tokens)[-1].double()
+        if group.size == 1:
+            return int(part.argmax())
+        first = vocabulary_rows(self.config, group.index, group.size)[0]
+        mine = part.new_full((1, 2), -torch.inf)
+        if len(part):
+            mine[0, 0], place = part.max(0)
+            mine[0, 1] = first + place
+        each = group.gather(mine)
+        return int(each[each[:, 0].argmax(), 1])
 
     def _token_losses(self, normed: Tensor, batch: PackedBatch) -> Tensor:
         if batch.labels is None or batch.loss_mask is None:

@@ -21,6 +21,11 @@ PLANS = {
 }
 
 
+# Two devices of two workers each, which divide layers, and with the second flag tokens too.
+SHARED = [["--tensor-model-parallel-size", "2"],
+          ["--tensor-model-parallel-size", "2", "--sequence-parallel"]]  # fmt: skip
+
+
 def train(
     workers: WorkerPool, size: int, directory: Path, *words: str
 ) -> tuple[list[CompletionRecord], tuple[str, ...]]:
@@ -32,7 +37,7 @@ def train(
     argv = [*runs.MODEL, *runs.TRAINING, "--train-data-path", data, "--valid-data-path", data,
             "--eval-generate", str(asked), "--eval-generate-tokens", "7", *words]  # fmt: skip
     argv += shlex.split("--train-iters 4 --eval-interval 2 --eval-iters 1")
-    run = runs.run(workers, size, [*argv, "--save", str(directory / "checkpoints")])
+    run = runs.run(workers, size, argv)
     return run.history.completed, run.printed
 
 
@@ -40,13 +45,14 @@ def train(
 def test_completions_at_validation_are_those_of_the_checkpoint(
     workers: WorkerPool, tmp_path: Path, size: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    found, _ = train(workers, size, tmp_path, "--flexpipe-plan", PLANS[size])
+    saved = str(tmp_path / "checkpoints")
+    found, _ = train(workers, size, tmp_path, "--flexpipe-plan", PLANS[size], "--save", saved)
     # After two iterations, after four, and at the end.
     assert [r.iteration for r in found] == [2] * 5 + [4] * 10
     assert found[5:10] == found[10:]
     assert [r.prompt for r in found[:5]] == list(PROMPTS)
     out = tmp_path / "out.jsonl"
-    words = ["--load", str(tmp_path / "checkpoints"), "--prompts", *PROMPTS,
+    words = ["--load", saved, "--prompts", *PROMPTS,
              "--num-tokens-to-generate", "7", "--output-path", str(out)]  # fmt: skip
     assert generate.main(words) == 0, capsys.readouterr().err
     there = [json.loads(line) for line in out.read_text().splitlines()]
@@ -54,6 +60,15 @@ def test_completions_at_validation_are_those_of_the_checkpoint(
     assert [(r.tokens, r.ended) for r in found[10:]] == [
         (len(r["tokens"]), r["ended"]) for r in there
     ]
+
+
+@pytest.mark.parametrize("more", SHARED, ids=["layers", "tokens"])
+def test_workers_that_share_layers_complete_together(
+    workers: WorkerPool, tmp_path: Path, more: list[str]
+) -> None:
+    found, _ = train(workers, 4, tmp_path / "shared", "--flexpipe-plan", PLANS[2], *more)
+    alone, _ = train(workers, 1, tmp_path / "one", "--flexpipe-plan", PLANS[1])
+    assert found == alone
 
 
 def test_completions_go_on_where_plans_change(
