@@ -123,6 +123,20 @@ def test_a_killed_worker_ends_the_job_without_saving(tmp_path: Path, victim: int
     assert_nothing_is_left(job)
 
 
+def test_a_killed_worker_of_those_that_share_layers_ends_the_job(tmp_path: Path) -> None:
+    with Job(tmp_path / "job") as job:
+        shared = ["--tensor-model-parallel-size", "2", "--train-iters", "100000"]
+        job.start("pretrain_gpt.py", [*FLAGS, *shared], size=2)
+        job.wait_for("iteration        2/", 1)
+        start = time.monotonic()
+        job.signal(0, signal.SIGKILL)
+        assert job.wait() == [-signal.SIGKILL, EXIT_PEER_LOST]
+        assert time.monotonic() - start < SECONDS
+    assert re.search(r"error: worker 1: '.*' failed", job.text(1))
+    assert "Traceback" not in job.output
+    assert_nothing_is_left(job)
+
+
 def late_worker(sleeper: int, given_up: Path) -> None:
     """One worker does not begin before the other has given up, after a time-out of 1 s."""
     world = World.create(torch.device("cpu"), timedelta(seconds=1))
