@@ -350,13 +350,6 @@ def _tensor(config: Config) -> Problems:
     size, world = config.parallel.tensor_model_parallel_size, config.world_size
     needs = "--tensor-model-parallel-size of at least 2"
     yield from _without(config, needs, size > 1, ("sequence_parallel",))
-    stores = ("save", "load", "pretrained_checkpoint", "load_hf")
-    given = [flag_of(name) for name in stores if name in config.given]
-    if size > 1 and given:
-        yield (
-            f"{', '.join(given)}: workers that share layers have no checkpoints in this version;"
-            " remove it, or --tensor-model-parallel-size"
-        )
     if world % size:
         yield (
             f"{world} workers are no multiple of --tensor-model-parallel-size {size}: change one of"

@@ -15,6 +15,7 @@ from megatron_flex.checkpoint.layout import iterations_in, latest
 from megatron_flex.checkpoint.load import load, read_common
 from megatron_flex.checkpoint.manifest import MODEL
 from megatron_flex.checkpoint.options import LoadOptions
+from megatron_flex.checkpoint.parts import parts_of, written_by
 from megatron_flex.checkpoint.retention import KEEP_ALL, Retention
 from megatron_flex.checkpoint.save import check_writable, save
 from megatron_flex.config.checkpoint import CheckpointOptions
@@ -90,16 +91,19 @@ class Checkpoints:
                 f"the weights or the optimizer's state after iteration {progress.iteration} are not"
                 f" finite, or too large to train on, and were not saved: {self.advice}"
             )
+        group = self._world.tensor
+        parts = parts_of(self._holdings.config, tensors, group.index, group.size)
+        written = written_by(parts, group.index)
         common = self.common(progress, schedule, coefficients)
         if options.save_rng:
             common["rng"] = {"seed": self._holdings.config.seed}
         if self._background is not None:
-            self._background.start(progress.iteration, tensors, common, rotate=rotate)
+            self._background.start(progress.iteration, written, common, rotate=rotate)
         else:
             save(
                 options.save,
                 progress.iteration,
-                tensors,
+                written,
                 common,
                 group=self._group,
                 retention=self._retention if rotate else KEEP_ALL,
@@ -170,9 +174,11 @@ class Checkpoints:
             wanted: dict[str, torch.Tensor] = {}
             for whole in slabs.values():
                 wanted.update(whole.named_state())
+            chosen = {name: wanted[name] for name in options.wanted(wanted)}
+            group = self._world.tensor
             common = load(
                 directory,
-                {name: wanted[name] for name in options.wanted(wanted)},
+                parts_of(self._holdings.config, chosen, group.index, group.size),
                 iteration=iteration,
                 group=self._group,
                 model=asdict(self._holdings.config),

@@ -98,7 +98,7 @@ def slice_passes(config: ModelConfig, tensor: TensorParallel = ALONE) -> Passes:
     What the unit's buffers take is not counted.
     """
     s, whole = _Sizes(config, tensor), passes(config, tensor)[Kind.ATTENTION]
-    grouped = config.num_query_groups < config.num_attention_heads
+    grouped = 1 < s.config.num_query_groups < s.config.num_attention_heads
     if config.qk_layernorm:  # the norms keep the projection's output; the slice's keys are not kept
         spared, copied, sliced = 0.0, s.key_value / 2, s.key_value / 2
     else:  # queries (of groups they are already) and the other samples' keys and values are copied
@@ -171,11 +171,23 @@ class _Sizes:
         #: Gradients in the backward of a norm; RMSNorm's is a few operations in float32.
         layer_norm = config.normalization == "LayerNorm"
         self.norm_gradients = 2 * self.hidden if layer_norm else 16.0 * config.hidden_size / shards
+        #: Numbers a token with which losses are made of logits, of all ranks where they are shared.
+        self.losses = 12.0 * tensor.size + 8.0 if self.shared else 12.0
         #: A bias is added in a tensor of its own where no dropout kernel adds it.
         biased = config.add_bias_linear and not drops
         self.bias_dropout_add = self.hidden * (3 if biased else 2)
-        #: The whole of what is a shard between the products: a gradient, or an input in a backward.
+        #: The whole of a product's input, which is gathered again in the backward.
         self.gathered = self.full if self.divided else 0.0
+        #: The gradient of a product's output where it is not that of the unit's.
+        self.incoming = self.full if self.divided else self.dropped
+
+    @property
+    def added(self) -> tuple[Level, ...]:
+        """The level while the last product is added to the residual, where nothing is kept.
+
+        Other tensors of shared layers are narrower than these.
+        """
+        return (Level(0.0, self.hidden + self.bias_dropout_add),) if self.shared else ()
 
     def summed(self, kept: float) -> tuple[Level, ...]:
         """The level while the output of a unit's last product is divided into shards."""
@@ -204,8 +216,8 @@ def _attention(s: _Sizes) -> Passes:
     c = s.config
     heads, groups, width = c.num_attention_heads, c.num_query_groups, c.kv_channels
     qkv = s.query + s.key_value
-    # Queries are views of the projection's output, unless heads share keys: then they are copied.
-    copied = s.query if groups < heads else 0.0
+    # Queries are views of the projection's output, unless those of several groups are in it.
+    copied = s.query if 1 < groups < heads else 0.0
     head_norms = s.normed(width, heads) + s.normed(width, groups) if c.qk_layernorm else 0.0
     # Input of the projection, its output, the kernel's output, log-sum-exp in float32.
     kept = s.norm + qkv + copied + head_norms + s.query + 4 * heads
@@ -216,24 +228,24 @@ def _attention(s: _Sizes) -> Passes:
     projection = c.hidden_size * (heads + 2 * groups) * width
     gone = s.query + copied + head_norms
     # RMSNorm's own gradients are more than this one, which comes first.
-    residual = s.hidden if c.normalization == "LayerNorm" else 0.0
+    residual = s.hidden if c.normalization == "LayerNorm" and not s.shared else 0.0
     output = c.hidden_size * heads * width
     backward = (
-        s.gradient(output, s.dropped + s.gathered + s.query),
+        s.gradient(output, s.incoming + s.query),
         Level(0.0, s.query + qkv),  # attention
         s.gradient(projection, s.full + s.gathered - gone),
         *s.summed(s.gathered - gone),
         *_norm_backward(s, residual - gone - qkv - s.query),
     )
-    left = s.dropped + 2 * s.gathered - copied - head_norms
+    left = s.incoming + s.gathered - copied - head_norms
     return Passes(
         kept,
         (Level(0.0, kept + s.bias_dropout_add), *s.summed(kept)),
-        (Level(0.0, unkept + s.full), *s.summed(unkept)),
+        (Level(0.0, unkept + s.full), *s.summed(unkept), *s.added),
         backward,
         2 * s.full + qkv + s.query,
         (
-            Level(0.0, s.dropped + s.gathered + s.query + qkv),
+            Level(0.0, s.incoming + s.query + qkv),
             Level(0.0, left + s.norm_gradients + residual),
             *s.summed(left),
         ),
@@ -252,24 +264,22 @@ def _mlp(s: _Sizes) -> Passes:
     elements = c.hidden_size * c.ffn_hidden_size
     first = elements * (2 if c.swiglu else 1)
     backward = (
-        s.gradient(elements, s.dropped + s.gathered + s.ffn),  # second product
+        s.gradient(elements, s.incoming + s.ffn),  # second product
         Level(0.0, s.wide),  # activation function
         s.gradient(first, s.full + s.gathered - s.ffn),  # first product
         *s.summed(s.gathered - s.ffn),
         *_norm_backward(s, -s.wide - s.ffn),
     )
-    # Where products are shared their outputs are narrow, and the last one's is the widest.
-    last = (Level(0.0, s.hidden + s.ffn + s.full + s.hidden),) if s.shared else ()
     return Passes(
         kept,
         (Level(0.0, kept + s.bias_dropout_add), *s.summed(kept)),
-        (Level(0.0, s.hidden + s.wide + s.ffn), *last),
+        (Level(0.0, s.hidden + s.wide + s.ffn), *s.summed(s.hidden + s.ffn), *s.added),
         backward,
         2 * s.full + s.wide + s.ffn,
         (
-            Level(0.0, s.dropped + s.gathered + s.ffn + s.wide),
-            Level(0.0, s.dropped + 2 * s.gathered + s.norm_gradients),
-            *s.summed(s.dropped + 2 * s.gathered),
+            Level(0.0, s.incoming + s.ffn + s.wide),
+            Level(0.0, s.incoming + s.gathered + s.norm_gradients),
+            *s.summed(s.incoming + s.gathered),
         ),
         (s.gradient(elements), s.gradient(first, -s.ffn - s.full)),
     )
@@ -285,10 +295,10 @@ def _embedding(s: _Sizes) -> Passes:
     cast = 0.0 if s.element == 4 else 4.0 * c.hidden_size
     # Of a shared table those of its own words are taken out; the first rank may have most of them.
     chosen = s.full if s.shared else 0.0
-    gradient = s.dropped + s.gathered
-    backward, half = Level(0.0, gradient + chosen + cast), Level(0.0, gradient + chosen)
+    backward, half = Level(0.0, s.incoming + chosen + cast), Level(0.0, s.incoming + chosen)
     owed = s.full + (chosen if added else 0.0)
-    return Passes(0.0, forwards, forwards, (backward,), owed, (half,), (Level(0.0, cast),))
+    kept = 9.0 if s.shared else 0.0  # which tokens they are
+    return Passes(kept, forwards, forwards, (backward,), owed, (half,), (Level(0.0, cast),))
 
 
 def _head(s: _Sizes) -> Passes:
@@ -299,7 +309,7 @@ def _head(s: _Sizes) -> Passes:
     if c.architecture == "bert":
         kept += 2 * s.hidden + s.norm  # dense, GELU, norm
     cast = final if s.element != 4 else 0.0  # logits before they are float32
-    forward = Level(0.0, kept + cast + max(12.0, s.gathered))
+    forward = Level(0.0, kept + cast + max(s.losses, s.gathered))
     output = c.vocab_size * c.hidden_size
     # The sentence-order head gives every token a gradient, most of them zero.
     pooled = s.hidden if c.binary_head else 0.0
@@ -309,6 +319,7 @@ def _head(s: _Sizes) -> Passes:
         s.gradient(output, pooled + s.full + s.gathered + narrowed),  # output layer
         *s.summed(pooled + s.gathered + narrowed),
         Level(0.0, pooled + 2 * s.hidden - logits - s.norm),
+        *_norm_backward(s, pooled - logits),
     )
     owed = s.full + (cast or logits)
     if c.architecture == "bert":

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.autograd.graph import get_gradient_edge
 
 from megatron_flex.data.packed import PackedBatch
@@ -13,8 +15,10 @@ from megatron_flex.model.blocks import Block, build_block
 from megatron_flex.model.config import ModelConfig
 from megatron_flex.model.layers import Kind
 from megatron_flex.model.tape import Tape, recording
+from megatron_flex.model.tensor_group import SOLO, TensorGroup
 from megatron_flex.planner.memory import boundary_bytes, unit_memory
 from megatron_flex.planner.passes import highest, passes
+from megatron_flex.planner.tensor import TensorParallel
 from megatron_flex.runtime.memory import MemoryMeter
 from megatron_flex.runtime.recompute import recomputed
 from tests.unit.planner.test_memory import CONFIGS, GPT
@@ -53,8 +57,9 @@ def wide(config: ModelConfig) -> ModelConfig:
     )  # fmt: skip
 
 
-def block_of(config: ModelConfig, kind: Kind) -> Block:
-    block = build_block(next(u for u in config.layers.units if u.kind is kind), config)
+def block_of(config: ModelConfig, kind: Kind, group: TensorGroup = SOLO) -> Block:
+    unit = next(u for u in config.layers.units if u.kind is kind)
+    block = build_block(unit, config, group=group)
     for parameter in block.parameters():
         if parameter.dtype is not torch.float32:
             parameter.grad_dtype = torch.float32
@@ -79,11 +84,13 @@ def count(
     hidden = None
     if kind is not Kind.EMBEDDING:
         dtype = next(block.parameters()).dtype
-        hidden = torch.randn(tokens, 1, block.config.hidden_size, dtype=dtype, requires_grad=True)
+        shape = (block.group.rows(tokens), 1, block.config.hidden_size)
+        hidden = torch.randn(shape, dtype=dtype, requires_grad=True)
     context = block.context(batch, CPU)
     if block.config.position_embedding_type == "rope":
         context.rotary  # noqa: B018 - made once for all blocks
     context.token_keys, context.positions, context.first_tokens  # noqa: B018
+    context.keys_here(block.group)
     begin = meter.current
     meter.begin()
     if again:
@@ -170,3 +177,35 @@ def test_the_searches_count_what_a_pass_needs_while_it_runs(name: str, kind: Kin
     output = 0.0 if kind is Kind.HEAD else boundary_bytes(config) * tokens
     needed = max(found.forward - found.kept, output + found.backward)
     assert memory.transient * tokens + memory.fixed == pytest.approx(needed, rel=0.03)
+
+
+@pytest.fixture
+def in_a_job() -> Iterator[None]:
+    """megatron-core takes a group's size to be 1 where there is no job."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("sequence", [False, True], ids=["whole rows", "shared rows"])
+@pytest.mark.parametrize("name", ["gpt", "no dropout", "grouped, gated, rope", "bert"])
+@pytest.mark.usefixtures("in_a_job")
+def test_levels_of_a_rank_that_shares_layers(name: str, *, sequence: bool) -> None:
+    config, tokens = wide(MODELS[name]), 1500
+    group = TensorGroup(0, 2, None, sequence_parallel=sequence)
+    for kind, expected in passes(config, TensorParallel(2, sequence)).items():
+        block = block_of(config, kind, group)
+        found = count(block, kind, tokens)
+        assert found.kept == pytest.approx(expected.kept * tokens, rel=0.002, abs=3000)
+        assert found.forward == pytest.approx(highest(expected.forward, tokens), rel=0.03)
+        levels = expected.kept * tokens + highest(expected.backward, tokens)
+        assert found.kept + found.backward == pytest.approx(levels, rel=0.05)
+        found = count(block, kind, tokens, tape=Tape())
+        assert found.owed == pytest.approx(expected.owed * tokens, rel=0.02)
+        levels = expected.kept * tokens + highest(expected.backward_input, tokens)
+        assert 0.9 * levels < found.kept + found.backward < 1.04 * levels
+        levels = expected.owed * tokens + highest(expected.backward_weight, tokens)
+        assert found.weight == pytest.approx(levels, rel=0.03)
+        if kind in (Kind.ATTENTION, Kind.MLP):
+            found = count(block, kind, tokens, again=True)
+            assert found.forward == pytest.approx(highest(expected.unkept, tokens), rel=0.03)
