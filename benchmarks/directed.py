@@ -10,9 +10,10 @@ from megatron_flex.loop.assemble import Parts
 from megatron_flex.loop.iteration import Iterations, cost_coefficients
 from megatron_flex.loop.setup import planner_setup
 from megatron_flex.planner.build import Batch
+from megatron_flex.planner.messages import Task
 from megatron_flex.planner.package import Received, unpack
 from megatron_flex.planner.plan import Plan
-from megatron_flex.planner.service import Service, Task
+from megatron_flex.planner.service import Service
 from megatron_flex.planner.switching import switch
 from megatron_flex.runtime.executor import Executor, StepResult
 from megatron_flex.runtime.optimizer import StepSize

@@ -50,12 +50,13 @@ from megatron_flex.planner.closed_form import closed_form_profile
 from megatron_flex.planner.decision import Decision
 from megatron_flex.planner.flops import model_work, total_work
 from megatron_flex.planner.lookahead import FIRST
+from megatron_flex.planner.messages import Question, Setup
 from megatron_flex.planner.options import PlannerOptions
 from megatron_flex.planner.plan import Plan
 from megatron_flex.planner.planner import Planner
 from megatron_flex.planner.pool import Pool
 from megatron_flex.planner.presets import model
-from megatron_flex.planner.service import AT_THE_START, Question, Service, Setup
+from megatron_flex.planner.service import AT_THE_START, Service
 from megatron_flex.planner.static import static_plan
 from megatron_flex.planner.trials import Switching, Trials, moves_of
 from megatron_flex.planner.ways import ways

@@ -44,8 +44,9 @@ from megatron_flex.config.config import Config
 from megatron_flex.loop.assemble import Parts, assemble
 from megatron_flex.loop.iteration import cost_coefficients
 from megatron_flex.loop.setup import planner_setup
+from megatron_flex.planner.messages import Question
 from megatron_flex.planner.plan import Plan
-from megatron_flex.planner.service import Question, Service
+from megatron_flex.planner.service import Service
 from megatron_flex.profiling import Workbench, fit, grid, measure
 from megatron_flex.runtime.executor import Executor
 from megatron_flex.runtime.holdings import Holdings

@@ -13,8 +13,9 @@ from megatron_flex.loop.cutting import run_cut
 from megatron_flex.loop.iteration import cost_coefficients
 from megatron_flex.loop.setup import planner_setup
 from megatron_flex.planner.dynapipe import dynapipe_of
+from megatron_flex.planner.messages import Question, Task
 from megatron_flex.planner.plan import Plan
-from megatron_flex.planner.service import Question, Service, Task
+from megatron_flex.planner.service import Service
 from megatron_flex.planner.ways import batch_of, targets
 
 TARGETS = (128, 256, 512, 1024)

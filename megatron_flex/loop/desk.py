@@ -12,9 +12,10 @@ from collections.abc import Callable
 from functools import cached_property
 
 from megatron_flex.loop.planner_process import PlannerGoneError, PlannerProcess
+from megatron_flex.planner.messages import Answer, Done, Question, Setup, Task
 from megatron_flex.planner.package import Package
 from megatron_flex.planner.plan import PlanError
-from megatron_flex.planner.service import Answer, Done, Question, Service, Setup, Task
+from megatron_flex.planner.service import Service
 
 STARTUP = 120.0
 """Seconds that the first reply may take: the process starts, and nothing trains meanwhile."""

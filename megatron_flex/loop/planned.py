@@ -8,14 +8,14 @@ the plan stays where the batch fits it, and the first worker decides where it do
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import replace
 
 from megatron_flex.config.config import Config
 from megatron_flex.loop.desk import Desk
 from megatron_flex.loop.lengths import Lengths
 from megatron_flex.loop.plans import Choice
+from megatron_flex.planner.messages import Answer, Question
 from megatron_flex.planner.plan import Plan, PlanError
-from megatron_flex.planner.service import REMEMBERED, Answer, Question
+from megatron_flex.planner.service import REMEMBERED
 from megatron_flex.planner.ways import batch_of
 
 
@@ -97,7 +97,8 @@ class PlannedPlans:
         current = finder.best_of(self._choice.plan, None, "current")
         candidate = service.planner.fitted(finder, current)
         if candidate.price.fits:
-            plan = replace(service.planner.named(candidate.plan, batch), cut=target)
+            made = service.planner.maker.keep(candidate.plan, batch)
+            plan = service.planner.decided(candidate.plan, batch, made.prediction)
             return Choice(plan, reason="kept: no decision")
         answer = service.answer(self._question(iteration, running=iteration > self._first))
         if answer.decision is not None:

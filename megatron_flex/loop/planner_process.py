@@ -13,7 +13,7 @@ from typing import IO, Any
 
 import megatron_flex
 from megatron_flex.planner import frames
-from megatron_flex.planner.service import Answer, Done, Question, Setup, Task
+from megatron_flex.planner.messages import Answer, Done, Question, Setup, Task
 
 
 class PlannerGoneError(RuntimeError):

@@ -8,7 +8,7 @@ from megatron_flex.data.microbatches import CostCoefficients
 from megatron_flex.loop.assemble import Parts
 from megatron_flex.loop.cutting import run_cut
 from megatron_flex.loop.devices import cluster_of, planner_options, profile_text
-from megatron_flex.planner.service import Setup
+from megatron_flex.planner.messages import Setup
 
 
 def planner_setup(

@@ -21,9 +21,9 @@ from megatron_flex.loop.open_plans import open_plans
 from megatron_flex.loop.planned import task_name
 from megatron_flex.loop.plans import Choice, Plans
 from megatron_flex.loop.setup import planner_setup
+from megatron_flex.planner.messages import Task
 from megatron_flex.planner.package import Package, Received, unpack
 from megatron_flex.planner.plan import Plan, PlanError
-from megatron_flex.planner.service import Task
 from megatron_flex.runtime.world import World
 
 AHEAD = 2

@@ -12,6 +12,7 @@ from megatron_flex.planner.native_search import Cut, SearchProblem, v_steps
 from megatron_flex.planner.plan import Plan
 from megatron_flex.planner.plans import plan_of
 from megatron_flex.planner.pricing import Price, Pricer
+from megatron_flex.planner.simulation import Placed
 from megatron_flex.planner.switching import LiveSwitches, Running, SwitchPrice, arrivals
 from megatron_flex.planner.tables import Arrivals
 from megatron_flex.quantities import size
@@ -77,6 +78,8 @@ class Finder:
         self.units = units
         self.elements = elements
         self.pricers = tuple(Pricer(units, batch) for batch in batches)
+        #: What was simulated of the batch, for another look at it (:mod:`trials`).
+        self.simulated: dict[tuple[Plan, int], tuple[float, Placed]] = {}
         self._switches = switches or LiveSwitches(units)
         self._best: dict[tuple[int, ...], tuple[Plan, ...]] = {}
 
@@ -194,3 +197,19 @@ class Finder:
             + advice,
             short,
         )
+
+
+def rank(
+    candidate: Candidate, current: Plan | None, seconds: float
+) -> tuple[float, bool, float, int, str]:
+    """Ties in this order: cost (1e-6 relative), keep, fewest bytes moved, fewest stages, text."""
+    rounded = math.inf
+    if math.isfinite(seconds) and seconds > 0:
+        rounded = round(math.log(seconds) / TIE)
+    away = current is None or candidate.plan.stages != current.stages
+    return rounded, away, candidate.moved, len(candidate.plan.stages), str(candidate.plan)
+
+
+def distinct(found: Sequence[Candidate]) -> list[Candidate]:
+    """One candidate for each layout and micro-batching."""
+    return list({(c.plan.stages, c.micro_batching): c for c in reversed(found)}.values())

@@ -245,6 +245,7 @@ class Hbsa:
         plan = chosen.plan
         if self.peak is not None:
             plan = self.units.placed(Plan(plan.stages))  # the paper says nothing of single units
+        plan = self.planner.decided(plan, finder.pricers[0].batch, None)
         action = action_of(None if kept is None else kept.plan, plan)
         if total is not None and (total.recomputed or total.offloaded):
             action = type(action).OPTIMISE

@@ -4,15 +4,23 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from megatron_flex.planner.build import Batch, ModelCosts
 from megatron_flex.planner.footprint import Footprint
 from megatron_flex.planner.limits import allowance, room_for_messages
 from megatron_flex.planner.options import AUTO
 from megatron_flex.planner.plan import Plan
-from megatron_flex.planner.simulation import FUSED, Placed, Prediction, op_costs, place_plan
+from megatron_flex.planner.simulation import (
+    FUSED,
+    SEARCHED,
+    Placed,
+    Prediction,
+    op_costs,
+    place_plan,
+)
 from megatron_flex.schedule.instructions import Program
 from megatron_flex.schedule.list_scheduler import finish
 from megatron_flex.schedule.migration import migrate
@@ -25,6 +33,7 @@ MIGRATION_GAIN = 0.05
 """Micro-batches move to the next layout within an iteration if its simulated time falls by this."""
 _REMEMBERED = 8
 _ATTEMPTS = 3
+_Made = TypeVar("_Made", "Made", "Made | None")
 
 
 @dataclass(frozen=True)
@@ -81,38 +90,74 @@ class Maker:
         return allowance(float(self.costs.budget), room)
 
     def keep(self, plan: Plan, batch: Batch, *, forward_only: bool = False) -> Made:
-        """The program of an iteration (or an evaluation) that leaves the plan as it is."""
+        """The program of an iteration (or an evaluation) that leaves the plan as it is.
+
+        Of a plan that names no schedule where :data:`AUTO` is asked for: that with a split
+        backward, or with a fused one where memory is short and that fits or is faster.
+        """
         key = (str(plan), *batch.key, forward_only)
-        found = self._made.get(key)
-        if found is None:
-            found = self._keep(plan, batch, forward_only)
-            self._made[key] = found
+        return self._remembered(key, lambda: self._keep(plan, batch, forward_only))
+
+    def under(self, plan: Plan, batch: Batch, schedule: str) -> Made:
+        """The program of a plan under a schedule, by which it leaves free what it takes to fit."""
+        found = self.under_within(plan, batch, schedule, math.inf)
+        assert found is not None
+        return found
+
+    def under_within(self, plan: Plan, batch: Batch, schedule: str, stop: float) -> Made | None:
+        """The same; ``None`` where its operations are sure to take ``stop`` seconds or more."""
+        key = (schedule, str(plan), *batch.key)
+        return self._remembered(key, lambda: self._under(plan, batch, schedule, stop))
+
+    def _remembered(self, key: tuple[object, ...], make: Callable[[], _Made]) -> Made | _Made:
+        known = self._made.get(key)
+        if known is None:
+            made = make()
+            if made is None:
+                return made
+            known = self._made[key] = made
             if len(self._made) > _REMEMBERED:
                 self._made.popitem(last=False)
         self._made.move_to_end(key)
-        return found
+        return known
 
     def _keep(self, plan: Plan, batch: Batch, forward_only: bool) -> Made:
-        # A plan that names its schedule has been decided, with what it leaves free.
-        spare = plan.spare
-        if not plan.schedule:
-            spare = math.ceil(self.costs.whole_budget - self.costs.budget)
-        for attempt in range(_ATTEMPTS):
-            placed = place_plan(self.costs, plan, batch, spare=spare, forward_only=forward_only)
+        if plan.schedule or forward_only:  # it has been decided, with what it leaves free
+            placed = place_plan(
+                self.costs, plan, batch, spare=plan.spare, forward_only=forward_only
+            )
             assert placed is not None  # only a finite stop gives None
+            return self._finish(placed, batch, None, plan.spare)
+        if self.costs.options.schedule != AUTO:
+            return self.under(plan, batch, self.costs.options.schedule)
+        # Split backwards hold more, so that a fused one may do where a split one does not fit, or
+        # only with so little in flight that halves do not pay.
+        split, allowed = self.under(plan, batch, SEARCHED), self.allowed(plan, batch)
+        if split.peak <= allowed and not (plan.o_plan.saves or split.spare > self._spare):
+            return split
+        fused = self.under(plan, batch, FUSED)
+        return min(split, fused, key=lambda made: (made.peak > allowed, made.seconds))
+
+    @property
+    def _spare(self) -> int:
+        """Bytes that are left free because memory was predicted too low."""
+        return math.ceil(self.costs.whole_budget - self.costs.budget)
+
+    def _under(self, plan: Plan, batch: Batch, schedule: str, stop: float) -> Made | None:
+        if self.costs.options.schedule == AUTO:
+            plan = replace(plan, schedule=schedule)
+        spare = self._spare
+        for attempt in range(_ATTEMPTS):
+            placed = place_plan(self.costs, plan, batch, spare=spare, stop=stop)
+            if placed is None or placed.placement.makespan >= stop:
+                return None
             made = self._finish(placed, batch, None, spare)
             over = made.peak - self.allowed(plan, batch)
             # Activations are placed within a bound; where the program takes more, into less. What
             # was decided stays, so that it is the same wherever it is made again.
-            settled = forward_only or plan.schedule or not placed.placement.problem.split
-            if settled or over <= 0:
+            if over <= 0 or not made.timeline.placement.problem.split:
                 break
             spare += math.ceil(over) * (1 + attempt)
-        assert placed is not None  # for the type checker
-        auto = not plan.schedule and self.costs.options.schedule == AUTO and not forward_only
-        # Split backwards hold more; a fused one may do where a split one does not fit.
-        if auto and placed.placement.problem.split and over > 0:
-            return self._keep(replace(plan, schedule=FUSED), batch, forward_only=False)
         return made
 
     def switch(

@@ -84,6 +84,11 @@ class OPlan:
     def __bool__(self) -> bool:
         return self.lean or any(getattr(self, name) for name in _NAMES)
 
+    @property
+    def saves(self) -> bool:
+        """Whether it takes time for memory: something is recomputed or goes to the host."""
+        return bool(self.recompute or self.optimizer or self.activations)
+
     def __str__(self) -> str:
         """As in a plan's text form, without the leading semicolon; empty for none."""
         parts = [f"{name} {_ranges(getattr(self, name))}" for name in _NAMES if getattr(self, name)]

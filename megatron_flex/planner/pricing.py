@@ -58,6 +58,11 @@ class Price:
         """Whether every device fits."""
         return math.isfinite(self.seconds)
 
+    @property
+    def swap(self) -> float:
+        """Seconds of waiting for the host, which a simulation does not know."""
+        return max((p.swap_seconds for p in self.parts), default=0.0)
+
     def predicted(
         self, change: SwitchPrice | None, simulated: Prediction | None = None
     ) -> Predicted:
@@ -66,7 +71,7 @@ class Price:
         swap = sum(p.swap_seconds for p in self.parts)
         if simulated is not None:
             # The schedule knows recompute; the wait for the host comes on top.
-            seconds = simulated.seconds + max((p.swap_seconds for p in self.parts), default=0.0)
+            seconds = simulated.seconds + self.swap
             size = simulated.device_bytes
         return Predicted(
             seconds=seconds,

@@ -22,15 +22,13 @@ import sys
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from statistics import median
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 from megatron_flex.cluster.cluster import Cluster
 from megatron_flex.cluster.cluster import parse as parse_cluster
 from megatron_flex.cluster.profile import Profile
-from megatron_flex.data.cut import Cut
-from megatron_flex.model.config import ModelConfig
 from megatron_flex.planner import frames
 from megatron_flex.planner.budget import budget_advice, smallest_budget
 from megatron_flex.planner.build import Batch
@@ -42,14 +40,14 @@ from megatron_flex.planner.hbsa import Hbsa
 from megatron_flex.planner.limits import MARGIN
 from megatron_flex.planner.lookahead import FIRST, Lookahead
 from megatron_flex.planner.maker import Made
-from megatron_flex.planner.options import PlannerOptions
+from megatron_flex.planner.messages import Answer, Done, Question, Setup, Task
 from megatron_flex.planner.pace import Pace
-from megatron_flex.planner.package import Package, digest, pack
+from megatron_flex.planner.package import digest, pack
 from megatron_flex.planner.plan import Plan, PlanError
 from megatron_flex.planner.planner import Planner
 from megatron_flex.planner.plans import plan_of
 from megatron_flex.planner.pool import Pool
-from megatron_flex.planner.simulation import predict
+from megatron_flex.planner.simulation import simulated
 from megatron_flex.planner.switching import Running, Way, switch
 from megatron_flex.planner.ways import batch_of, micro_batches, ways
 from megatron_flex.schedule.transition import Transition, transition
@@ -58,202 +56,6 @@ AT_THE_START = 200
 """Simulations of a run's first decision: no iteration waits for it, and the pool begins with it."""
 REMEMBERED = 16
 """Iterations whose measured times correct the next predictions."""
-
-
-@dataclass(frozen=True)
-class Setup:
-    """What stays the same for a run.
-
-    Attributes:
-        switch: how plans change, as ``--flexpipe-switch`` says.
-        times: workers are sent the predicted times of their operations.
-    """
-
-    model: ModelConfig
-    cluster: dict[str, Any]
-    profile: str | None
-    options: PlannerOptions
-    cut: Cut
-    static: str
-    switch: str = "live"
-    times: bool = False
-
-    def to_json(self) -> dict[str, Any]:
-        """As a message."""
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, data: dict[str, Any]) -> Setup:
-        """Read :meth:`to_json`'s form."""
-        given = dict(data)
-        given["model"] = ModelConfig(**data["model"])
-        given["options"] = PlannerOptions(**data["options"])
-        given["cut"] = Cut.from_json(data["cut"])
-        return cls(**given)
-
-
-@dataclass(frozen=True)
-class Task:
-    """What do the devices do in one iteration?
-
-    Attributes:
-        name: whatever it is called, such as ``train 12``.
-        plan: the layout that they are in.
-        lengths: of the samples of its batch.
-        following: the layout that it leaves behind; the same where nothing moves.
-        late: (slab, device) pairs that are handed over after the update.
-        forward_only: an evaluation.
-    """
-
-    name: str
-    plan: str
-    lengths: tuple[int, ...]
-    following: str = ""
-    late: tuple[tuple[int, int], ...] = ()
-    forward_only: bool = False
-
-    def to_json(self) -> dict[str, Any]:
-        """As a message."""
-        return {"task": asdict(self)}
-
-    @classmethod
-    def from_json(cls, data: dict[str, Any]) -> Task:
-        """Read :meth:`to_json`'s form."""
-        given = dict(data["task"])
-        given["lengths"] = tuple(given["lengths"])
-        given["late"] = tuple((slab, device) for slab, device in given["late"])
-        return cls(**given)
-
-
-@dataclass(frozen=True)
-class Question:
-    """Which plan for iteration ``iteration``?
-
-    Attributes:
-        window: lengths of the samples of its batch and of those that follow it.
-        running: the plan of the iteration before it; ``None`` at the start.
-        running_lengths: that iteration's sample lengths.
-        measured: what newly measured iterations took, as (predicted, seconds); predictions are
-            those of earlier answers, without correction.
-        memory: of newly measured iterations, the largest ratio of measured to predicted peak
-            memory of a device.
-        name: of the iteration before it as a task: its programs are wanted, too.
-        simulations: how many the decision takes, to repeat a recorded one; ``None``: as the options
-            say.
-    """
-
-    iteration: int
-    window: tuple[tuple[int, ...], ...]
-    running: str | None = None
-    running_lengths: tuple[int, ...] = ()
-    measured: tuple[tuple[float, float], ...] = ()
-    memory: tuple[float, ...] = ()
-    name: str = ""
-    simulations: int | None = None
-
-    @property
-    def keep(self) -> Task | None:
-        """The iteration before it as a task, if it keeps its plan."""
-        if self.running is None or not self.name:
-            return None
-        return Task(self.name, self.running, self.running_lengths)
-
-    def to_json(self) -> dict[str, Any]:
-        """As a message."""
-        return {"question": asdict(self)}
-
-    @classmethod
-    def from_json(cls, data: dict[str, Any]) -> Question:
-        """Read :meth:`to_json`'s form."""
-        given = dict(data["question"])
-        given["window"] = tuple(map(tuple, given["window"]))
-        given["running_lengths"] = tuple(given["running_lengths"])
-        given["measured"] = tuple((p, s) for p, s in given["measured"])
-        given["memory"] = tuple(given["memory"])
-        return cls(**given)
-
-
-@dataclass(frozen=True)
-class Answer:
-    """The decision for ``iteration``, or why there is none.
-
-    ``late``: (slab, device) pairs for which there is no room before the update: handed over after.
-    ``factor``: measured over predicted time of late; predictions times it are the best guess.
-    ``problem``: no plan fits, in words; else empty.
-    ``whole``: predicted seconds of the same plan with whole samples, where some are cut to slices;
-    else 0. ``first``: a better one is on its way, which need not be waited for.
-    """
-
-    iteration: int
-    decision: Decision | None
-    factor: float
-    problem: str = ""
-    late: tuple[tuple[int, int], ...] = ()
-    whole: float = 0.0
-    first: bool = False
-
-    def to_json(self) -> dict[str, Any]:
-        """As a message."""
-        return {
-            "answer": {
-                "first": self.first,
-                "whole": self.whole,
-                "iteration": self.iteration,
-                "decision": None if self.decision is None else self.decision.to_json(),
-                "factor": self.factor,
-                "problem": self.problem,
-                "late": self.late,
-            }
-        }
-
-    @classmethod
-    def from_json(cls, message: dict[str, Any]) -> Answer:
-        """Read :meth:`to_json`'s form."""
-        data = message["answer"]
-        text = data["decision"]
-        decision = None if text is None else Decision.from_json(text)
-        late = tuple((slab, device) for slab, device in data["late"])
-        factor, problem, whole = data["factor"], data["problem"], data["whole"]
-        first = data["first"]
-        return cls(data["iteration"], decision, factor, problem, late, whole, first)
-
-
-@dataclass(frozen=True)
-class Done:
-    """The program of a task, or why there is none.
-
-    ``seconds``: what making it took. ``asked``: it was asked for, and did not come with an answer.
-    """
-
-    task: Task
-    package: Package | None
-    problem: str = ""
-    seconds: float = 0.0
-    asked: bool = True
-
-    def message(self) -> tuple[dict[str, Any], bytes]:
-        """As a message: data and bytes."""
-        parts = () if self.package is None else self.package.parts
-        data = {
-            **self.task.to_json(),
-            "header": None if self.package is None else self.package.header,
-            "sizes": list(map(len, parts)),
-            "problem": self.problem,
-            "seconds": self.seconds,
-            "asked": self.asked,
-        }
-        return data, b"".join(parts)
-
-    @classmethod
-    def from_message(cls, data: dict[str, Any], blob: bytes) -> Done:
-        """Read :meth:`message`'s form."""
-        parts, at = [], 0
-        for size in data["sizes"]:
-            parts.append(blob[at : at + size])
-            at += size
-        header = data["header"]
-        package = None if header is None else Package(header, tuple(parts))
-        return cls(Task.from_json(data), package, data["problem"], data["seconds"], data["asked"])
 
 
 class Service:
@@ -351,11 +153,8 @@ class Service:
         if not batch_of(cut, lengths, plan.cut).chains:
             return 0.0
         batch = batch_of(replace(cut, sliced=False, slice_tokens=0), lengths, plan.cut)
-        try:
-            found = predict(self.planner.units, plan, batch)
-        except PlanError:
-            return 0.0
-        return 0.0 if found is None else found.seconds
+        found = simulated(self.planner.units, plan, batch)
+        return 0.0 if found is None else found[0]
 
     def replies(self, question: Question) -> Iterator[Done | Answer]:
         """Programs of the iteration that runs, and the decision for the one that comes."""
@@ -486,8 +285,7 @@ class Service:
         if name == "hbsa":
             # The paper's algorithm is for one way of cutting.
             batch = batches[min(1, len(batches) - 1)]
-            decision = self._hbsa.decide(batch, running)
-            return replace(decision, plan=replace(decision.plan, cut=batch.target))
+            return self._hbsa.decide(batch, running)
         if name == "exhaustive":
             found = []
             for batch in batches:

@@ -204,10 +204,14 @@ def static_bytes(costs: ModelCosts, plan: Plan, batch: Batch) -> list[float]:
 
 @dataclass(frozen=True)
 class Placed:
-    """A plan's operations in their order, and the schedule that ordered them."""
+    """A plan's operations in their order, and the schedule that ordered them.
+
+    ``stop``: with no other up to this one would they be placed otherwise.
+    """
 
     schedule: str
     placement: Placement
+    stop: float = math.inf
 
 
 def place_plan(
@@ -244,22 +248,27 @@ def place_plan(
     free = costs.whole_budget - (plan.spare if spare is None else spare)
     fixed = static_bytes(costs, plan, batch) if fixed is None else fixed
     room = [max(0.0, free - size) for size in fixed]
-    split: Placed | None = None
-    if name == AUTO and plan.o_plan:
-        name = FUSED  # memory is short: what is saved is not for what halves would hold
-    if name in (SEARCHED, AUTO):
+    searched, split, fits = name in (SEARCHED, AUTO), None, False
+    if searched:
         choice = search(
             plan, op, table=table, memory=room, tries=tries, stop=stop, chains=batch.chains
         )
         if choice is not None:
-            split = Placed(SEARCHED, choice.placement)
-        if name == SEARCHED or (choice is not None and choice.fits):
+            fits = choice.fits
+            split = Placed(SEARCHED, choice.placement, math.inf if fits else stop)
+        if name == SEARCHED or (fits and not plan.o_plan.saves):
             return split
         name = FUSED
     rule = policy(name)
     # A fused backward keeps to its own number of micro-batches in flight, whatever the room.
     memory = room if rule.split else None
-    found = Placed(name, simulate(plan, op, rule, table=table, memory=memory, chains=batch.chains))
+    placement = simulate(plan, op, rule, table=table, memory=memory, chains=batch.chains)
+    found = Placed(name, placement, stop if searched else math.inf)
+    if split is not None and fits:
+        # What memory optimisation leaves may be too little in flight for halves to pay.
+        over = any(p > r for p, r in zip(found.placement.peak, room, strict=False))
+        if over or split.placement.makespan <= found.placement.makespan:
+            return split
     return found if found.placement.makespan <= stop else split
 
 
@@ -271,7 +280,7 @@ def predict(
     stop: float = math.inf,
     tries: int = 2,
 ) -> Prediction | None:
-    """Simulate one iteration; ``None`` when it takes longer than ``stop`` seconds.
+    """Simulate one iteration; ``None`` when it does not take less than ``stop`` seconds.
 
     Its memory is a bound: :class:`~megatron_flex.planner.maker.Maker` knows that of the program.
 
@@ -285,17 +294,16 @@ def predict(
             f"device {device} needs {size(fixed[device])} before any activation and may use"
             f" {size(costs.budget)}: {size(-short)} too few for the plan '{plan}'"
         )
-    placed = place_plan(costs, plan, batch, stop=stop, tries=tries, fixed=fixed)
-    if placed is None:
+    found = simulated(costs, plan, batch, stop=stop, tries=tries, fixed=fixed)
+    if found is None:
         return None
+    seconds, placed = found
     line = timeline(placed.placement, costs.layers)
-    if line.makespan > stop:
-        return None
     peaks = tuple(
         fixed[d] + (line.peak[d] if d < len(line.peak) else 0.0)
         for d in range(costs.cluster.world_size)
     )
-    return Prediction(line.makespan, peaks, line, placed.schedule)
+    return Prediction(seconds, peaks, line, placed.schedule)
 
 
 def simulated(
@@ -306,8 +314,8 @@ def simulated(
     stop: float = math.inf,
     tries: int = 2,
     fixed: Sequence[float] | None = None,
-) -> tuple[float, Placement] | None:
-    """:attr:`Prediction.seconds` of :func:`predict` and its placement: what a search needs.
+) -> tuple[float, Placed] | None:
+    """Seconds of one iteration, and its placement: what a search needs of a prediction.
 
     ``None`` when it is not below ``stop``, or where state alone is more than a device's budget.
     ``fixed``: :func:`static_bytes`, if they are known.
@@ -319,4 +327,4 @@ def simulated(
     if placed is None:
         return None
     seconds = iteration_seconds(placed.placement, costs.layers)
-    return (seconds, placed.placement) if seconds < stop else None
+    return (seconds, placed) if seconds < stop else None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -11,12 +11,15 @@ from megatron_flex.planner.anytime import Entry, Trial
 from megatron_flex.planner.build import ModelCosts
 from megatron_flex.planner.candidates import Candidate, Finder
 from megatron_flex.planner.decision import Predicted
+from megatron_flex.planner.fit import MOST_DEVICES
 from megatron_flex.planner.moves import Layout, neighbours
 from megatron_flex.planner.plan import Plan
-from megatron_flex.planner.simulation import simulated, static_bytes
+from megatron_flex.planner.simulation import Placed, simulated, static_bytes
 from megatron_flex.planner.switching import Running
 from megatron_flex.schedule.placement import Placement
 
+KEPT = 8
+"""Simulations of a batch that are kept for another look at it."""
 MOVES_TO_A_WAY = 3
 """Of so many moves one is to another way of cutting the batch."""
 
@@ -120,7 +123,7 @@ class Trials:
         # has too little memory to have enough in flight.
         fixed = static_bytes(self._costs, bare, batch)
         room = min(self._costs.budget - fixed[d] for d in bare.devices) >= 0
-        found = simulated(self._costs, bare, batch, stop=stop, fixed=fixed) if room else None
+        found = self._layout(entry, bare, stop, fixed) if room else None
         price = self._finder.pricers[way].price(plan)
         if not price.fits:
             self.given_up[entry] = math.inf
@@ -137,12 +140,28 @@ class Trials:
             return None
         if found is None or candidate.plan.o_plan != bare.o_plan:
             found = simulated(self._costs, candidate.plan, batch, stop=stop)
-        return None if found is None else self._trial(entry, candidate, *found)
+        if found is None:
+            return None
+        seconds, placed = found
+        return self._trial(entry, candidate, seconds, placed.placement)
+
+    def _layout(
+        self, entry: Entry, bare: Plan, stop: float, fixed: Sequence[float]
+    ) -> tuple[float, Placed] | None:
+        """A layout alone, simulated; a first answer and the whole one ask for some alike."""
+        known = self._finder.simulated
+        found = known.get(entry)
+        if found is None or not found[0] < stop <= found[1].stop:
+            batch = self._finder.pricers[entry[1]].batch
+            found = simulated(self._costs, bare, batch, stop=stop, fixed=fixed)
+            if found is not None and len(known) < KEPT and len(bare.devices) <= MOST_DEVICES:
+                known[entry] = found
+        return found
 
     def _trial(
         self, entry: Entry, candidate: Candidate, seconds: float, placement: Placement
     ) -> Trial[Simulated] | None:
-        swap = max((p.swap_seconds for p in candidate.price.parts), default=0.0)
+        swap = candidate.price.swap
         seconds += swap
         self.seconds[entry] = seconds
         del self.given_up[entry]

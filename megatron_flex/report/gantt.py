@@ -15,8 +15,9 @@ from typing import Any
 
 from megatron_flex.planner.build import Batch
 from megatron_flex.planner.maker import Made
+from megatron_flex.planner.messages import Setup, Task
 from megatron_flex.planner.plan import Plan
-from megatron_flex.planner.service import Service, Setup, Task
+from megatron_flex.planner.service import Service
 from megatron_flex.planner.ways import micro_batches
 from megatron_flex.report.figures import number
 from megatron_flex.report.read import PlanLine, Record

@@ -16,6 +16,7 @@ from megatron_flex.planner.candidates import Finder
 from megatron_flex.planner.decision import Decision
 from megatron_flex.planner.hbsa import Hbsa, PeakFit
 from megatron_flex.planner.lookahead import Lookahead
+from megatron_flex.planner.messages import Setup
 from megatron_flex.planner.optimise import optimised
 from megatron_flex.planner.pace import LEAST, MOST, PART, START
 from megatron_flex.planner.plan import Plan, PlanError
@@ -23,7 +24,6 @@ from megatron_flex.planner.planner import DEFAULT_SIMULATIONS, Planner
 from megatron_flex.planner.plans import groups_of
 from megatron_flex.planner.pool import Pool, Record
 from megatron_flex.planner.pricing import Pricer
-from megatron_flex.planner.service import Setup
 from megatron_flex.planner.simulation import Prediction
 from megatron_flex.planner.switching import Running
 from megatron_flex.planner.ways import batch_of, ways

@@ -18,7 +18,7 @@ class RunRecord:
         parameters: of the model.
         budget: bytes that a worker may use; ``None``: no budget was given.
         setup: what the planner needs to make programs again
-            (:meth:`megatron_flex.planner.service.Setup.to_json`).
+            (:meth:`megatron_flex.planner.messages.Setup.to_json`).
         kind: ``training`` or ``simulation``.
         time: seconds since the epoch.
     """

@@ -24,8 +24,9 @@ from megatron_flex.loop.planner_process import PlannerProcess
 from megatron_flex.loop.plans import Choice
 from megatron_flex.loop.setup import planner_setup
 from megatron_flex.planner.closed_form import closed_form_profile
+from megatron_flex.planner.messages import Question, Task
 from megatron_flex.planner.plan import Plan, PlanError
-from megatron_flex.planner.service import Question, Service, Task
+from megatron_flex.planner.service import Service
 from megatron_flex.training import Trainer
 from tests.close import assert_numbers_close
 from tests.distributed.pool import WorkerError, WorkerPool

@@ -10,8 +10,8 @@ from dataclasses import replace
 import pytest
 
 from megatron_flex.loop.desk import Desk
+from megatron_flex.planner.messages import Question, Task
 from megatron_flex.planner.plan import PlanError
-from megatron_flex.planner.service import Question, Task
 from tests.unit.planner.test_service import LONG, SETUP, SHORT
 
 PLAN = "0:5@0,1 | 5:10@2,3"

@@ -11,6 +11,7 @@ from megatron_flex.data.microbatch import MicroBatch, Slice
 from megatron_flex.planner import maker as maker_module
 from megatron_flex.planner.build import Batch
 from megatron_flex.planner.maker import Made
+from megatron_flex.planner.messages import Task
 from megatron_flex.planner.package import (
     Package,
     Received,
@@ -20,7 +21,7 @@ from megatron_flex.planner.package import (
     pack,
     unpack,
 )
-from megatron_flex.planner.service import Service, Task
+from megatron_flex.planner.service import Service
 from megatron_flex.planner.ways import micro_batches
 from megatron_flex.schedule.instructions import Compute, SendState
 from megatron_flex.schedule.list_scheduler import Schedule, finish

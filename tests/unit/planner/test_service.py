@@ -19,9 +19,10 @@ from megatron_flex.model.config import ModelConfig
 from megatron_flex.planner import frames
 from megatron_flex.planner.decision import Decision, Infeasible
 from megatron_flex.planner.lookahead import FIRST
+from megatron_flex.planner.messages import Answer, Question, Setup
 from megatron_flex.planner.options import PlannerName, PlannerOptions
 from megatron_flex.planner.plan import Plan
-from megatron_flex.planner.service import Answer, Question, Service, Setup, serve
+from megatron_flex.planner.service import Service, serve
 
 MODEL = ModelConfig(
     num_layers=4,

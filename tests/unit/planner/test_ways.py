@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 from megatron_flex.data.cut import Cut
 from megatron_flex.data.microbatches import CostCoefficients
+from megatron_flex.planner.messages import Question
 from megatron_flex.planner.plan import Plan
-from megatron_flex.planner.service import Question, Service
+from megatron_flex.planner.service import Service
 from megatron_flex.planner.ways import batch_of, targets, ways
 from tests.unit.planner.test_service import LONG, SETUP, SHORT
 

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from megatron_flex.cluster.cluster import description, load
 from megatron_flex.data.cut import Cut
 from megatron_flex.data.microbatches import CostCoefficients
+from megatron_flex.planner.messages import Setup
 from megatron_flex.planner.options import PlannerOptions
-from megatron_flex.planner.service import Setup
 from megatron_flex.report.gantt import (
     Gantt,
     Replanner,
