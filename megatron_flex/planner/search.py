@@ -22,6 +22,8 @@ from megatron_flex.planner.workbench import Workbench
 
 DEFAULT_SIMULATIONS = 50
 """Of a decision, where nobody says how many fit into an iteration."""
+NEAR = 4
+"""Plans that are looked at where memory is short, of those that do not fit by the bound."""
 VERIFIED = 4
 """Programs that are made at most to see which of the best found is the best."""
 
@@ -107,12 +109,20 @@ class Searcher:
         if not result.trials:
             decision = self._chooser.choose(finder, found, running)
             return replace(decision, simulations=result.simulations), pool
-        best, prediction = self._verified(finder, result.trials)
-        mine = next(
-            (t for t in result.trials if current and t.entry[0].stages == current.stages), None
-        )
+        ranked = list(result.trials)
+        if ranked[0].detail.candidate.plan.o_plan.saves and self._bench.fitter is not None:
+            # Memory is short: what fits by its program though not by the bound may be faster.
+            even = (finder.best_of(p, running, "static") for p in self._bench.even_plans)
+            near = distinct([*found, *even])
+            near.sort(key=lambda c: (c.price.shortfall, rank(c, None, 0.0)))
+            for c in [c for c in near if not c.price.fits][:NEAR]:
+                trial = tried((Plan(c.plan.stages), c.micro_batching), ranked[0].score, anyway=True)
+                if trial is not None:
+                    ranked = sorted([*ranked, trial], key=lambda t: t.rank)
+        best, prediction = self._verified(finder, ranked)
+        mine = next((t for t in ranked if current and t.entry[0].stages == current.stages), None)
         kept = None if kept is None else self._bench.fitted(finder, kept, current)
-        second = next((t for t in result.trials if t.entry[0].stages != best.entry[0].stages), None)
+        second = next((t for t in ranked if t.entry[0].stages != best.entry[0].stages), None)
         decision = self._chooser.decision(
             finder,
             running,

@@ -109,13 +109,18 @@ class Trials:
         #: Of the others, at least so many; infinite where one does not fit.
         self.given_up: dict[Entry, float] = {}
 
-    def __call__(self, entry: Entry, stop: float) -> Trial[Simulated] | None:
-        """See :func:`megatron_flex.planner.anytime.search`."""
+    def __call__(
+        self, entry: Entry, stop: float, *, anyway: bool = False
+    ) -> Trial[Simulated] | None:
+        """See :func:`megatron_flex.planner.anytime.search`.
+
+        ``anyway``: its program is looked at even if it does not fit by the bound.
+        """
         stop -= self._beyond.least(entry[0])
         self.given_up[entry] = stop
-        return self._simulated(entry, stop)
+        return self._simulated(entry, stop, anyway)
 
-    def _simulated(self, entry: Entry, stop: float) -> Trial[Simulated] | None:
+    def _simulated(self, entry: Entry, stop: float, anyway: bool) -> Trial[Simulated] | None:
         plan, way = entry
         batch = self._finder.pricers[way].batch
         bare = self._costs.placed(plan)
@@ -125,10 +130,10 @@ class Trials:
         room = min(self._costs.budget - fixed[d] for d in bare.devices) >= 0
         found = self._layout(entry, bare, stop, fixed) if room else None
         price = self._finder.pricers[way].price(plan)
-        if not price.fits:
+        if not (price.fits or anyway):
             self.given_up[entry] = math.inf
             return None
-        slow = found is None and room
+        slow = found is None and room and price.fits
         if slow and (
             price.missing <= 0 or simulated(self._costs, price.plan, batch, stop=stop) is None
         ):
