@@ -5,7 +5,8 @@
 #SBATCH --gpus-per-node=8
 #SBATCH --cpus-per-task=8
 #SBATCH --time=24:00:00
-#SBATCH --signal=TERM@300
+#SBATCH --signal=B:USR1@300
+#SBATCH --requeue
 #SBATCH --open-mode=append
 #SBATCH --output=%x-%j.log
 #
@@ -17,27 +18,32 @@
 #     sbatch examples/bert/train_bert_large_slurm.sh
 #
 # Sizes are variables too (NUM_LAYERS, HIDDEN_SIZE, GLOBAL_BATCH_SIZE and the others below), nodes and
-# GPUs sbatch's own flags or variables (examples/slurm.sh), and what follows the script goes to
+# GPUs sbatch's own flags or variables (examples/slurm/common.sh), and what follows the script goes to
 # pretrain_bert.py:
 #
-#   sbatch --nodes=4 examples/bert/train_bert_large_slurm.sh --seed 7
+#   sbatch --nodes=4 examples/bert/train_bert_large_slurm.sh --flexpipe --seed 7
 #
-# Five minutes before its time is up every worker gets SIGTERM; the run saves and ends with status 0.
-# Submitted again, it goes on from there, also on another number of nodes.
+# Five minutes before its time is up the run saves, and the job goes back into the queue; so it does
+# when a worker or a node is lost. It goes on from what was saved last; submitted again it does, too,
+# also on another number of nodes. `scancel` ends it: the run saves if Slurm leaves it the time.
 set -euo pipefail
 
-if [[ ! -f examples/slurm.sh ]]; then
+if [[ ! -f examples/slurm/common.sh ]]; then
     echo "error: $PWD is not the root of the repository: submit the script from there, or with" \
         "sbatch --chdir=DIRECTORY" >&2
     exit 2
 fi
-# shellcheck source=examples/slurm.sh
-source examples/slurm.sh
+# shellcheck source=examples/slurm/common.sh
+source examples/slurm/common.sh
 
 : "${DATA_PATH:?prefix of the .bin and .idx files}"
 : "${VOCAB_FILE:?the word pieces that they were made with, one a line}"
 CHECKPOINT_PATH=${CHECKPOINT_PATH:-runs/bert-large/checkpoints}
 LOG_PATH=${LOG_PATH:-runs/bert-large}
+
+# bf16 on GPUs, fp32 where gloo says that there are none.
+PRECISION=()
+[[ ${BACKEND:-nccl} == gloo ]] || PRECISION=(--bf16)
 
 BERT_MODEL_ARGS=(
     --num-layers "${NUM_LAYERS:-24}"
@@ -48,10 +54,9 @@ BERT_MODEL_ARGS=(
 )
 
 TRAINING_ARGS=(
-    --micro-batch-tokens "${MICRO_BATCH_TOKENS:-8192}"
     --global-batch-size "${GLOBAL_BATCH_SIZE:-256}"
     --train-iters "${TRAIN_ITERS:-1000000}"
-    --bf16
+    "${PRECISION[@]}"
     --lr "${LR:-1.0e-4}"
     --min-lr "${MIN_LR:-1.0e-5}"
     --lr-decay-style linear
@@ -61,10 +66,14 @@ TRAINING_ARGS=(
     --exit-signal-handler
 )
 
-MODEL_PARALLEL_ARGS=(
-    --pipeline-model-parallel-size "${PIPELINE_STAGES:-2}"
-    --distributed-backend "${BACKEND:-nccl}"
-)
+# Stages of equal cost, unless the further flags say how: --flexpipe, or --flexpipe-plan and its like.
+MODEL_PARALLEL_ARGS=(--distributed-backend "${BACKEND:-nccl}")
+if [[ " $* " != *" --flexpipe "* ]]; then
+    MODEL_PARALLEL_ARGS+=(--micro-batch-tokens "${MICRO_BATCH_TOKENS:-8192}")
+    if [[ " $* " != *" --flexpipe-plan"* ]]; then
+        MODEL_PARALLEL_ARGS+=(--pipeline-model-parallel-size "${PIPELINE_STAGES:-2}")
+    fi
+fi
 
 DATA_ARGS=(
     --data-path "$DATA_PATH"
@@ -87,10 +96,7 @@ EVAL_AND_LOGGING_ARGS=(
     --log-jsonl "$LOG_PATH/log.jsonl"
 )
 
-# shellcheck disable=SC2016 # the variables are each task's own
-srun "${DISTRIBUTED_ARGS[@]}" \
-    bash -c 'RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID exec "$0" "$@"' \
-    "$PYTHON" -u pretrain_bert.py \
+run_or_requeue srun "${DISTRIBUTED_ARGS[@]}" "${WORKER[@]}" pretrain_bert.py \
     "${BERT_MODEL_ARGS[@]}" \
     "${TRAINING_ARGS[@]}" \
     "${MODEL_PARALLEL_ARGS[@]}" \

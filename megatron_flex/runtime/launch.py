@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
-from megatron_flex.runtime.attempt import attempt
+from megatron_flex.runtime.attempt import AGREED, agree, attempt, several_torchruns
 from megatron_flex.runtime.completion import Completion
 from megatron_flex.runtime.failure import FirstFailure
 from megatron_flex.runtime.world import World, local_rank, workers_per_gpu
@@ -81,6 +81,8 @@ def _join(rank: int, size: int, backend: str, timeout: timedelta) -> dist.Store:
         )
     try:
         store, _, _ = next(rendezvous("env://", timeout=timeout))
+        if several_torchruns():
+            os.environ[AGREED] = str(agree(store, rank, size, timeout))
         prefixed = dist.PrefixStore(attempt(), store)
         dist.init_process_group(
             backend, store=prefixed, rank=rank, world_size=size, timeout=timeout

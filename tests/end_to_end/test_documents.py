@@ -17,7 +17,10 @@ import transformers
 from tests.end_to_end.processes import ROOT, Job
 from tests.unit.data.chats import template, write_tokenizer
 
-DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+DOCUMENTS = [
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")),
+    *sorted((ROOT / "docs").glob("*.md")),
+]
 
 # Appended to the README's training commands: argparse takes the last of a flag.
 SHORT = shlex.split(
@@ -134,6 +137,9 @@ def test_every_command_works_as_printed(place: Path) -> None:
         elif words[0] == "python" and "chitchat.py" in words[1]:
             pytest.importorskip("chitchat_dataset")
             python([*words[1:], "--limit", "5"], place, number)
+        elif words[0] == "megatron-flex" or words[:3] == ["python", "-m", "megatron_flex"]:
+            start = 1 if words[0] == "megatron-flex" else 3
+            run([sys.executable, "-m", "megatron_flex", *words[start:]], place)
         elif words[0] == "python":
             if words[1].startswith("benchmarks/"):
                 words = [*words[:2], "--help"]
@@ -147,10 +153,12 @@ def test_every_command_works_as_printed(place: Path) -> None:
                 assert "validation loss at iteration 4 on validation set" in text
             else:
                 assert "successfully saved checkpoint from iteration       4" in text
-        else:
-            assert command == "source .venv/bin/activate", (
-                f"{document.name}: the test does not know how to try '{command}'"
-            )
+        elif not re.search(r"(^| )(sbatch|salloc) ", command):  # of which test_slurm.py is
+            # test_wheel.py makes a wheel.
+            assert command in (
+                "source .venv/bin/activate",
+                "pip wheel . --no-deps --wheel-dir dist",
+            ), f"{document.name}: the test does not know how to try '{command}'"
 
 
 def test_the_same_training_command_again_resumes(place: Path) -> None:
@@ -188,7 +196,8 @@ def test_the_documents_name_no_flag_that_is_not_there() -> None:
     from megatron_flex.config.config import all_options
 
     known = {flag for option in all_options() for flag in option.flags}
-    others = {"--help", "--standalone", "--nproc-per-node"}
+    others = {"--help", "--standalone", "--nproc-per-node", "--master-port"}
+    others |= {"--chdir", "--signal", "--time"}  # sbatch's
     for tool in (ROOT / "tools").rglob("*.py"):
         others |= set(re.findall(r'"(--[a-z][\w-]*)"', tool.read_text()))
     for document in DOCUMENTS:
@@ -197,3 +206,19 @@ def test_the_documents_name_no_flag_that_is_not_there() -> None:
         prose = re.sub(r"^```.*?^```", "", document.read_text(), flags=re.M | re.S)
         for flag in re.findall(r"`(--[a-z][\w-]*)", prose):
             assert flag in known | others, f"{document.name}: {flag}"
+
+
+def test_messages_of_the_troubleshooting_page_are_those_of_the_program() -> None:
+    sources = [*(ROOT / "megatron_flex").rglob("*.py"), *(ROOT / "examples").rglob("*.sh"),
+               ROOT / "kernels" / "build.py", ROOT / "Makefile"]  # fmt: skip
+    # A message may be written in several pieces, on several lines, and with values in between.
+    text = "".join(re.sub(r'(?<![A-Za-z])f(?=")', "", path.read_text()) for path in sources)
+    said = re.sub(r'["\s\\]+', " ", text)
+    page = (ROOT / "docs" / "troubleshooting.md").read_text()
+    rows = re.findall(r"^\| (`.*?`(?:, `.*?`)*) \|", page, re.M)
+    assert len(rows) > 30
+    for row in rows:
+        for message in re.findall(r"`([^`]+)`", row):
+            for piece in filter(None, map(str.strip, re.split(r"\.\.\.", message))):
+                words = re.sub(r'["\s]+', " ", piece)
+                assert words.strip(":, ") in said, f"nothing says '{piece}'"
