@@ -9,7 +9,7 @@
 #   make native   build the C++ (and, where nvcc is found, CUDA) library into the package
 #   make clean    remove what was built; `make distclean` also removes .venv and runs
 #
-# PYTHON=python3.12 chooses an interpreter (3.10 to 3.12), VENV=path another place for the
+# PYTHON=python3.12 chooses an interpreter (3.10 to 3.13), VENV=path another place for the
 # environment, PYTEST_ARGS="-k name" a part of the tests, CPU=avx2 or CPU=baseline the instruction
 # sets that kernels and libraries may use (default: all that the processor has), MUTANTS_ARGS="--only planner" a part of the
 # faults (--help says what else).
@@ -82,12 +82,12 @@ native: $(LIBRARY)
 # The Python that makes the environment: PYTHON, or the first suitable one on PATH.
 $(VENV)/.made:
 	@set -e; found=; \
-	for candidate in $(or $(PYTHON),python3 python3.12 python3.11 python3.10); do \
-	  if "$$candidate" -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] < (3, 13))' \
+	for candidate in $(or $(PYTHON),python3 python3.13 python3.12 python3.11 python3.10); do \
+	  if "$$candidate" -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] < (3, 14))' \
 	      2>/dev/null; then found="$$candidate"; break; fi; \
 	done; \
 	if [ -z "$$found" ]; then \
-	  echo "No Python 3.10, 3.11 or 3.12 found; install one, or name it: make PYTHON=/path/to/python" >&2; \
+	  echo "No Python from 3.10 to 3.13 found; install one, or name it: make PYTHON=/path/to/python" >&2; \
 	  exit 1; \
 	fi; \
 	echo "Making $(VENV) with $$("$$found" --version)"; \

@@ -69,9 +69,12 @@ class Snapshots:
         except Exception as error:  # said by whoever waits for the copies
             self._failure = error
             return
-        for slab, offset in zip(sizes, offsets, strict=True):
-            self._entries[slab] = self._arena.entry(offset)
-            self._entries[slab].touch()
+        for (slab, size), offset in zip(sizes.items(), offsets, strict=True):
+            entry = self._entries[slab] = self._arena.entry(offset)
+            if size:
+                entry.touch()
+            else:  # an embedding without positions, whose words are a slab of their own
+                copies.keep(entry, torch.empty(0))
 
     def _save(self, version: int, slab: int, state: Tensor, after: torch.cuda.Event | None) -> None:
         if self._failure is not None:

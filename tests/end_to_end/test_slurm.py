@@ -91,7 +91,7 @@ class Batch:
         """Whether the job is in this state, and nothing of it is ending."""
         return self.cluster.state(self.id) == state
 
-    def wait(self, what: str, done: Callable[[], bool], timeout: float = 90.0) -> float:
+    def wait(self, what: str, done: Callable[[], bool], timeout: float = 180.0) -> float:
         """Wait until ``done()`` holds; the seconds that it took."""
         start = time.monotonic()
         while not done():

@@ -59,6 +59,18 @@ def test_what_was_kept_comes_back_bit_for_bit() -> None:
             assert torch.equal(state, expected)
 
 
+def test_a_slab_without_state_is_complete_without_a_copy() -> None:
+    with manager(Shape(2, BANK, 0)) as socket:
+        worker = join(socket)
+        worker.snapshots.begin(5, {s: 4 * size for s, size in enumerate(SIZES)}, "{}")
+        for slab in (0, 2, 3):
+            worker.snapshots.save(slab, states(5)[slab]).result(10)
+        (version,) = worker.versions()
+        assert sorted(version.entries) == [0, 1, 2, 3]
+        assert version.entries[1].intact()
+        worker.close()
+
+
 def test_workers_write_their_shares_of_one_version() -> None:
     with manager(Shape(2, BANK, 0)) as socket:
         first, second = join(socket, 0), join(socket, 1)
