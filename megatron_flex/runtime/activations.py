@@ -9,19 +9,18 @@ that needs it.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from weakref import WeakValueDictionary
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from megatron_flex.kernels import SegmentCopy
 from megatron_flex.runtime.background import submit
+from megatron_flex.runtime.host_buffers import HostBuffers
 from megatron_flex.schedule.residency import Key
 
 SMALLEST = 512
@@ -92,7 +91,7 @@ class ActivationOffload:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._groups: dict[Key, _Group] = {}
-        self._free: dict[int, list[Tensor]] = defaultdict(list)  # host buffers by size
+        self._buffers = HostBuffers(pinned=device.type == "cuda")
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._pool: ThreadPoolExecutor | None = None
 
@@ -136,7 +135,7 @@ class ActivationOffload:
         for storage in storages:
             storage.offset = total
             total += _round_up(storage.bytes)
-        group.buffer = self._free[total].pop() if self._free[total] else self._host(total)
+        group.buffer = self._buffers.take(total)
         self._move(group, storages, out=True)
         group.wait()
         for storage in storages:
@@ -159,15 +158,9 @@ class ActivationOffload:
         group = self._groups.pop(key, None)
         if group is not None and group.buffer is not None:
             group.wait()
-            self._free[group.buffer.numel()].append(group.buffer)
+            self._buffers.give(group.buffer)
 
     # ---- copies ------------------------------------------------------------------------------
-
-    def _host(self, size: int) -> Tensor:
-        if self._stream is not None:
-            return torch.empty(size, dtype=torch.uint8, pin_memory=True)
-        # Memory of the host: for CPU workers, outside the allocator that stands for the device's.
-        return torch.from_numpy(np.empty(size, dtype=np.uint8))
 
     def _move(self, group: _Group, storages: list[_Storage], *, out: bool) -> None:
         assert group.buffer is not None
