@@ -41,7 +41,7 @@ class StdlibData:
                   "--vocab-size", 4096, "--output", self.tokenizer)  # fmt: skip
         self._run(
             self.prefix.with_suffix(".idx"), "preprocess_data.py", "--input", corpus,
-            "--output-prefix", self.directory / "stdlib", "--append-eod",
+            "--output-prefix", self.directory / "stdlib", "--append-eod", "--workers", 1,
             "--tokenizer-type", "SentencePieceTokenizer", "--tokenizer-model", self.tokenizer,
         )  # fmt: skip
 
