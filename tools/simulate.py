@@ -22,6 +22,7 @@ same bytes.
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import multiprocessing
 import sys
@@ -30,7 +31,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -113,6 +114,10 @@ def parser() -> argparse.ArgumentParser:
         "--search-every", type=int, default=1, metavar="N",
         help="search for a plan every N iterations, and take the best known one in between: faster",
     )  # fmt: skip
+    p.add_argument(
+        "--segments", type=int, default=1, metavar="N",
+        help="parts that begin as a run does, knowing no plans: --jobs can simulate them together",
+    )  # fmt: skip
     p.add_argument("--programs", action="store_true",
                    help="decide by whole programs, as training does: exact memory")  # fmt: skip
     p.add_argument("--memory-budget-gb", type=float, help="of a device; default: the cluster's")
@@ -132,17 +137,43 @@ def parser() -> argparse.ArgumentParser:
 
 @dataclass(frozen=True)
 class Work:
-    """One configuration, for a process of its own; ``size`` devices share each layer."""
+    """One configuration, or one segment of it, for a process of its own.
+
+    ``size`` devices share each layer.
+    """
 
     name: str
     arguments: argparse.Namespace
     directory: Path
     size: int = 1
+    segment: int | None = None
 
     @property
     def title(self) -> str:
         """The name, and the size if there is one."""
         return self.name if self.size == 1 else f"{self.name}-tp{self.size}"
+
+    @property
+    def iterations(self) -> range:
+        """What is to be simulated."""
+        total, parts = self.arguments.iterations, self.arguments.segments
+        if self.segment is None:
+            return range(total)
+        return range(total * self.segment // parts, total * (self.segment + 1) // parts)
+
+    @property
+    def file(self) -> Path:
+        """Where it goes."""
+        if self.segment is None:
+            return self.directory / f"{self.title}.jsonl"
+        return self.directory / "segments" / f"{self.title}-{self.segment + 1}.jsonl"
+
+    @property
+    def segments(self) -> list[Work]:
+        """Itself, or its parts."""
+        if self.arguments.segments == 1:
+            return [self]
+        return [replace(self, segment=number) for number in range(self.arguments.segments)]
 
 
 def budget_of(gigabytes: float | None) -> int | None:
@@ -188,9 +219,11 @@ def _document_lengths(prefix: str) -> Any:
 
 def span_of(args: argparse.Namespace) -> Span:
     """What is simulated."""
-    for name in ("iterations", "tuning_batches", "jobs", "search_every"):
+    for name in ("iterations", "tuning_batches", "jobs", "search_every", "segments"):
         if getattr(args, name) < 1:
             raise ValueError(f"--{name.replace('_', '-')} must be at least 1")
+    if args.segments > args.iterations:
+        raise ValueError("--segments must not be more than --iterations")
     given = args.simulations
     if given != "auto" and not given.isdecimal():
         raise ValueError(f"--simulations {given}: expected a number, or auto")
@@ -210,6 +243,8 @@ def header_of(work: Work) -> dict[str, Any]:
     given.pop("tensor_model_parallel_size", None)
     if work.size > 1:
         given["tensor_model_parallel_size"] = work.size
+    if work.segment is not None:
+        given["segment"] = work.segment
     setting = setting_of(work.arguments, work.size)
     header = {
         "configuration": work.title,
@@ -248,13 +283,13 @@ def simulate(work: Work, step: Callable[[], object]) -> Outcome:
     """
     began = time.perf_counter()
     span, setting = span_of(work.arguments), setting_of(work.arguments, work.size)
-    file = SimulationFile(work.directory / f"{work.title}.jsonl", header_of(work))
+    file, numbers = SimulationFile(work.file, header_of(work)), work.iterations
     try:
         for _ in range(file.start):
             step()
         known = file.state or {}
         about, flags = known.get("about", ""), known.get("flags", [])
-        if file.start < span.iterations:
+        if file.start < len(numbers):
             simulation = open_simulation(work.name, setting, span)
             about, flags = simulation.about, simulation.flags
             if file.state is not None:
@@ -262,11 +297,10 @@ def simulate(work: Work, step: Callable[[], object]) -> Outcome:
                     simulation.restore(file.state)
                 except (AttributeError, KeyError, TypeError, ValueError) as error:
                     raise file.damaged from error
-            for number in range(file.start, span.iterations):
+            for done, number in enumerate(numbers[file.start :], file.start + 1):
                 file.add(simulation.step(number))
-                if (number + 1) % EVERY == 0 or number + 1 == span.iterations:
-                    state = {**simulation.state(), "about": about, "flags": flags}
-                    file.save(number + 1, state)
+                if done % EVERY == 0 or done == len(numbers):
+                    file.save(done, {**simulation.state(), "about": about, "flags": flags})
                 step()
         summary = Summary.of(file.records())
         return Outcome(summary, about, flags, time.perf_counter() - began)
@@ -296,8 +330,38 @@ def _in_process(work: Work) -> Result:
     return attempt(work, lambda: _steps.put(1))
 
 
+def joined(work: Work, parts: Sequence[Result]) -> Result:
+    """The result of a configuration from those of its segments; its file from theirs."""
+    wrong = next((part for part in parts if isinstance(part, str)), None)
+    if wrong is not None:
+        return wrong
+    found = [part for part in parts if isinstance(part, Outcome)]
+    if work.arguments.segments == 1:
+        return found[0]
+    file = SimulationFile(work.file, header_of(work))
+    try:
+        if file.start < len(work.iterations):
+            for segment in work.segments:
+                for line in segment.file.read_bytes().splitlines()[1:]:
+                    file.add(json.loads(line))
+            state = {"about": found[0].about, "flags": found[0].flags}
+            file.save(len(work.iterations), state)
+        summary = Summary.of(file.records())
+    finally:
+        file.close()
+    seconds = sum(part.seconds for part in found)
+    return Outcome(summary, found[0].about, found[0].flags, seconds)
+
+
 def results(works: Sequence[Work], jobs: int, total: int) -> Iterator[tuple[Work, Result]]:
     """Each configuration's result, in their order, under one bar."""
+    parts = [segment for work in works for segment in work.segments]
+    found = _results(parts, jobs, total)
+    for work in works:
+        yield work, joined(work, [next(found)[1] for _ in work.segments])
+
+
+def _results(works: Sequence[Work], jobs: int, total: int) -> Iterator[tuple[Work, Result]]:
     with progress_bar(total, "simulate", unit=" iterations") as bar:
         if min(jobs, len(works)) == 1:
             yield from ((work, attempt(work, lambda: bar.update(1))) for work in works)

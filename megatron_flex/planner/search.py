@@ -15,7 +15,7 @@ from megatron_flex.planner.decision import Decision
 from megatron_flex.planner.fit import MOST_DEVICES
 from megatron_flex.planner.plan import Plan
 from megatron_flex.planner.pool import Pool
-from megatron_flex.planner.simulation import Prediction, predict
+from megatron_flex.planner.simulation import Prediction
 from megatron_flex.planner.switching import Running
 from megatron_flex.planner.trials import Beyond, Simulated, Switching, Trials, moves_of
 from megatron_flex.planner.workbench import Workbench
@@ -175,7 +175,7 @@ class Searcher:
             found = trial.detail
             batch = finder.pricers[found.candidate.micro_batching].batch
             if self._bench.fitter is None or len(self._bench.units.devices) > MOST_DEVICES:
-                return trial, predict(self._bench.units, found.candidate.plan, batch)
+                return trial, self._bench.predicted(found.candidate.plan, batch)
             made = self._bench.maker.keep(found.candidate.plan, batch).prediction
             score = trial.score + made.seconds + found.swap - found.seconds
             if best is None or score < best[0]:

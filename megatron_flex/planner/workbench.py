@@ -17,11 +17,14 @@ from megatron_flex.planner.maker import Maker
 from megatron_flex.planner.options import AUTO, PlannerOptions
 from megatron_flex.planner.plan import Plan
 from megatron_flex.planner.pricing import Price
-from megatron_flex.planner.simulation import Prediction
+from megatron_flex.planner.simulation import Prediction, predict
 from megatron_flex.planner.static import static_plan
 from megatron_flex.planner.switching import LiveSwitches, Running
 from megatron_flex.planner.tensor import check_profile
 from megatron_flex.schedule.list_scheduler import policy
+
+REMEMBERED = 4
+"""Latest predictions that are kept: what was decided on is asked for again."""
 
 
 class Workbench:
@@ -56,6 +59,7 @@ class Workbench:
         )
         self.maker = Maker(self.units)
         self.fitter = Fitter(self.maker) if options.exact_memory else None
+        self._predicted: dict[object, Prediction | None] = {}
 
     @cached_property
     def switches(self) -> LiveSwitches:
@@ -89,6 +93,23 @@ class Workbench:
                     )
                     plans.append(_on_devices(plan, self.units.devices))
         return tuple(plans)
+
+    def predicted(self, plan: Plan, batch: Batch) -> Prediction | None:
+        """:func:`~megatron_flex.planner.simulation.predict`; of the latest plans what is known.
+
+        A plan that names no schedule is known under the one that it was predicted with, too.
+        """
+
+        def key(schedule: str) -> object:
+            return plan.stages, plan.o_plan, plan.spare, schedule, batch.key
+
+        if key(plan.schedule) not in self._predicted:
+            found = predict(self.units, plan, batch)
+            names = {plan.schedule, plan.schedule if found is None else found.schedule}
+            self._predicted |= {key(name): found for name in names}
+            while len(self._predicted) > 2 * REMEMBERED:
+                self._predicted.pop(next(iter(self._predicted)))
+        return self._predicted[key(plan.schedule)]
 
     def decided(self, plan: Plan, batch: Batch, prediction: Prediction | None) -> Plan:
         """A plan as a decision says it: how its batch is cut, and the schedule that it runs under.

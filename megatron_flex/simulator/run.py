@@ -19,7 +19,7 @@ from megatron_flex.planner.lookahead import Lookahead
 from megatron_flex.planner.messages import Setup
 from megatron_flex.planner.optimise import optimised
 from megatron_flex.planner.pace import LEAST, MOST, PART, START
-from megatron_flex.planner.plan import Plan, PlanError
+from megatron_flex.planner.plan import Plan
 from megatron_flex.planner.planner import DEFAULT_SIMULATIONS, Planner
 from megatron_flex.planner.plans import groups_of
 from megatron_flex.planner.pool import Pool, Record
@@ -31,7 +31,7 @@ from megatron_flex.simulator.changes import stall_seconds
 from megatron_flex.simulator.flags import planned_flags, static_flags
 from megatron_flex.simulator.presets import PLANNED, STATIC, Planned, Static, one_plan, open_cut
 from megatron_flex.simulator.records import record_of
-from megatron_flex.simulator.setting import Setting, place, prediction
+from megatron_flex.simulator.setting import Setting
 from megatron_flex.simulator.sources import Lengths, Source, extremes
 from megatron_flex.simulator.static import Tuned, tune
 
@@ -182,7 +182,7 @@ class PlannedRun:
         self._cut = cut_of(preset, setting)
         self._finders: dict[int, Finder] = {}
         self._running: Running | None = None
-        self._plan = ""
+        self._plan, self._last = "", 0
         self._pool = Pool.empty()
         chosen = self._planner.options
         self._hbsa = Hbsa(self._planner, *self._totals)
@@ -242,6 +242,7 @@ class PlannedRun:
             swap=besides, stall=stall, decision=decision, switched=self._switched(decision.plan),
         )  # fmt: skip
         self._finders.pop(number)
+        self._last = number
         self._go_on(decision.plan, batch, lengths, outcome.seconds + besides)
         return record
 
@@ -279,10 +280,9 @@ class PlannedRun:
         if self._span.programs:
             found = self._planner.maker.keep(plan, batch).prediction
         else:
-            placed = place(self._planner.units, plan, batch)
-            if placed is None:
-                raise PlanError(f"the state of '{plan}' does not fit a device")
-            found = prediction(self._planner.units, plan, batch, placed)
+            known = self._planner.predicted(plan, batch)
+            assert known is not None  # only a finite stop gives None
+            found = known
         if self._hbsa.peak is not None and self._lookahead is None:
             own = decision.predicted  # in totals, no single units
             return found, own.recompute_seconds + own.swap_seconds
@@ -306,6 +306,7 @@ class PlannedRun:
         ]
         return {
             "plan": self._plan,
+            "last": self._last,
             "seconds": self._running.seconds,
             "pool": records,
             "batches": self._pool.batches,
@@ -314,14 +315,14 @@ class PlannedRun:
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """See :class:`Simulation`; ``state["iteration"]`` iterations are over."""
+        """See :class:`Simulation`; the iteration ``state["last"]`` was the last one."""
         records = {
             (Plan.parse(plan), way): Record(loss, useful)
             for plan, way, loss, useful in state["pool"]
         }
         forgone = {Plan.parse(plan).stages: lost for plan, lost in state["forgone"]}
         self._pool = Pool(records, state["batches"], state["credit"], forgone)
-        lengths = self._span.source.batch(state["iteration"] - 1)
+        lengths = self._span.source.batch(state["last"])
         plan = Plan.parse(state["plan"])
         self._go_on(plan, batch_of(self._cut, lengths, plan.cut), lengths, state["seconds"])
 

@@ -89,3 +89,17 @@ def test_several_sizes_stand_side_by_side(
     # Balance is that of layers that nobody shares.
     assert len({records[1]["seconds-perfect"] for records in runs}) == 1
     assert runs[2][1]["plan"].startswith("0:34@0")
+
+
+def test_segments_are_as_many_runs_that_begin_anew(tmp_path: Path) -> None:
+    words = [*SMALL, "--iterations", "4", "--configurations", "flexpipe-untuned", "packed-1f1b",
+             "--segments", "2", "--jobs", "2", "--output", str(tmp_path)]  # fmt: skip
+    assert simulate.main(words) == 0
+    for name in ("flexpipe-untuned", "packed-1f1b"):
+        records = read(tmp_path / f"{name}.jsonl")[1:]
+        assert [r["iteration"] for r in records] == [1, 2, 3, 4]
+    planned = read(tmp_path / "flexpipe-untuned.jsonl")[1:]
+    assert planned[0]["simulations"] == planned[2]["simulations"] > planned[1]["simulations"]
+    before = (tmp_path / "flexpipe-untuned.jsonl").read_bytes()
+    assert simulate.main(words) == 0
+    assert (tmp_path / "flexpipe-untuned.jsonl").read_bytes() == before
