@@ -74,7 +74,7 @@ def planned(setting: Setting, batches: list[Lengths], simulations: int) -> Plann
     planner: Planner = setting.planner(schedule="zb", simulations=simulations)
     cut = open_cut(setting)
     windows = [ways(cut, lengths, setting.devices) for lengths in batches]
-    lookahead = Lookahead(planner, planner.even_plans[-1])
+    lookahead = Lookahead(planner, planner.best_static(windows[:1]))
     pool, running, spent, total = Pool.empty(), None, [], 0.0
     for number in range(len(batches)):
         began = time.perf_counter()
