@@ -93,7 +93,7 @@ def test_several_sizes_stand_side_by_side(
 
 def test_segments_are_as_many_runs_that_begin_anew(tmp_path: Path) -> None:
     words = [*SMALL, "--iterations", "4", "--configurations", "flexpipe-untuned", "packed-1f1b",
-             "--segments", "2", "--jobs", "2", "--output", str(tmp_path)]  # fmt: skip
+             "--segments", "2", "--output", str(tmp_path)]  # fmt: skip
     assert simulate.main(words) == 0
     for name in ("flexpipe-untuned", "packed-1f1b"):
         records = read(tmp_path / f"{name}.jsonl")[1:]
