@@ -4,6 +4,10 @@ The very modules and slabs that training uses run forward and backward on packed
 a grid of token counts and sample lengths. Repeats are interleaved over all points in a new random
 order each time, so that a disturbance does not fall on one point alone; a point's value is the
 median. On a CPU the clock is this process's CPU time: what other processes take does not count.
+
+Where ranks share each layer all of them measure together, each its own part. What they wait for
+each other belongs to the costs, so the clock is the wall's then; of all ranks' medians the largest
+counts.
 """
 
 from __future__ import annotations
@@ -26,8 +30,10 @@ from megatron_flex.data.packed import PackedBatch
 from megatron_flex.model.config import ModelConfig
 from megatron_flex.model.layers import Kind
 from megatron_flex.model.tape import Tape, recording
+from megatron_flex.model.tensor_group import SOLO, TensorGroup
 from megatron_flex.planner.memory import boundary_bytes, unit_memory
 from megatron_flex.planner.plan import Plan, Stage
+from megatron_flex.planner.tensor import TensorParallel
 from megatron_flex.runtime.holdings import Holdings
 from megatron_flex.runtime.machine import machine_name
 from megatron_flex.runtime.optimizer import OptimizerConfig, StepSize, update
@@ -80,14 +86,21 @@ def random_shapes(count: int, tokens: tuple[int, int], longest: int, seed: int) 
 
 
 class Workbench:
-    """One unit of each kind, with slabs, as a device of a running job has them."""
+    """One unit of each kind, with slabs, as a worker of a running job has them.
 
-    def __init__(self, config: ModelConfig, device: torch.device) -> None:
+    ``group`` are the workers that share the units; all do the same then.
+    """
+
+    def __init__(
+        self, config: ModelConfig, device: torch.device, group: TensorGroup = SOLO
+    ) -> None:
         self.config = replace(config, num_layers=1)
         self.device = device
+        self.group = group
+        self.tensor = TensorParallel(group.size, group.sequence_parallel)
         units = self.config.layers.num_units
         plan = Plan((Stage(0, units, (0,)),))
-        self.holdings = Holdings(self.config, plan, 0, device)
+        self.holdings = Holdings(self.config, plan, 0, device, group=group)
         self.blocks = {u.kind: self.holdings.blocks[u.index] for u in self.config.layers.units}
         for block in self.blocks.values():
             block.train()
@@ -113,13 +126,26 @@ class Workbench:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
             return time.perf_counter()
-        return time.process_time()
+        return time.process_time() if self.group.size == 1 else time.perf_counter()
+
+    def _together(self) -> None:
+        """Wait for the other workers."""
+        if self.group.size > 1:
+            self.group.sum(torch.zeros(1, device=self.device))
+
+    def agreed(self, values: Sequence[float]) -> list[float]:
+        """The largest of all workers' values, one by one."""
+        if self.group.size == 1:
+            return list(values)
+        mine = torch.tensor([values], dtype=torch.float64, device=self.device)
+        found: list[float] = self.group.gather(mine).amax(0).tolist()
+        return found
 
     def _input(self, shape: Shape, kind: Kind) -> Tensor | None:
         if kind is Kind.EMBEDDING:
             return None
         dtype = next(self.blocks[kind].parameters()).dtype
-        size = (shape.tokens, 1, self.config.hidden_size)
+        size = (self.group.rows(shape.tokens), 1, self.config.hidden_size)
         return torch.randn(size, dtype=dtype, device=self.device, requires_grad=True)
 
     def run(self, kind: Kind, shape: Shape) -> dict[str, float]:
@@ -127,6 +153,7 @@ class Workbench:
         block, batch = self.blocks[kind], self.batch(shape)
         hidden = self._input(shape, kind)
         tape = Tape()
+        self._together()
         begin = self._now()
         with recording(tape):
             output = block(hidden, batch)
@@ -157,6 +184,7 @@ class Workbench:
 
     def update(self, slab: int) -> float:
         """Seconds of one optimizer step of a slab."""
+        self._together()
         begin = self._now()
         update(self.holdings.slabs[slab], OptimizerConfig(), StepSize(0.0, 0.0), 1.0, 0)
         return self._now() - begin
@@ -185,9 +213,9 @@ def measure(
                     found[kind, part, shape].append(seconds)
             progress(1)
     samples: Samples = defaultdict(list)
-    for (kind, part, shape), values in found.items():
-        point = Point(float(shape.tokens), float(shape.squares), statistics.median(values))
-        samples[kind, part].append(point)
+    medians = bench.agreed([statistics.median(values) for values in found.values()])
+    for (kind, part, shape), value in zip(found, medians, strict=True):
+        samples[kind, part].append(Point(float(shape.tokens), float(shape.squares), value))
     return dict(samples)
 
 
@@ -205,7 +233,7 @@ def fit(
     update_repeats: int = 7,
 ) -> Profile:
     """A profile from measured points; activations and updates are measured here."""
-    memory = unit_memory(bench.config)
+    memory = unit_memory(bench.config, bench.tensor)
     kinds = {}
     for kind in Kind:
         pairs = kind is Kind.ATTENTION
@@ -227,13 +255,15 @@ def fit(
     return Profile(
         name=name,
         kinds=kinds,
-        boundary=boundary_bytes(bench.config),
+        boundary=boundary_bytes(bench.config, bench.tensor),
         tied_update=0.0 if tied is None else _update(bench, tied, update_repeats),
         tokens=(min(tokens), max(tokens)),
         longest=max(max(s.lengths) for s in shapes),
         links=links,
         model=shape_of(bench.config),
         machine=machine_name(bench.device),
+        tensor=bench.tensor.size,
+        sequence=bench.tensor.sequence,
     )
 
 
@@ -248,12 +278,12 @@ def _rest(whole: Line, part: Line) -> Line:
 
 def _per_token(bench: Workbench, kind: Kind, shapes: Sequence[Shape]) -> float:
     shape = max(shapes, key=lambda s: s.tokens)
-    return bench.activation(kind, shape) / shape.tokens
+    return bench.agreed([bench.activation(kind, shape) / shape.tokens])[0]
 
 
 def _update(bench: Workbench, slab: int, repeats: int) -> float:
     bench.update(slab)
-    return statistics.median(bench.update(slab) for _ in range(repeats))
+    return bench.agreed([statistics.median(bench.update(slab) for _ in range(repeats))])[0]
 
 
 def held_out(profile: Profile, samples: Samples) -> dict[tuple[Kind, str], FitError]:

@@ -8,7 +8,8 @@
     python tools/profile_layers.py --output runs/mine/profile.json FLAGS-OF-A-TRAINING-COMMAND
 
 The last measures the layers of a run, as its flags or (--load, --use-checkpoint-args) a checkpoint
-have it, on micro-batches as large as its own.
+have it, on micro-batches as large as its own. Where workers share each layer
+(--tensor-model-parallel-size) so many processes measure together, on as many GPUs or cores.
 
 Forward, input half and weight half of the backward, activation bytes and optimizer updates of each
 kind of unit over a grid of token counts and sample lengths, and the bandwidth of the links; then
@@ -25,7 +26,8 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from datetime import timedelta
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -38,14 +40,19 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from megatron_flex.cluster.cluster import Link
-from megatron_flex.cluster.profile import ProfileError
+from megatron_flex.cluster.profile import Profile, ProfileError
 from megatron_flex.data.bar import progress_bar
 from megatron_flex.data.errors import DataError
+from megatron_flex.loop.iteration import tensor_of
 from megatron_flex.loop.questions import ABOUT, Run, read_run
 from megatron_flex.model.config import ModelConfig
+from megatron_flex.model.tensor_cut import check
+from megatron_flex.model.tensor_group import SOLO, TensorGroup
 from megatron_flex.planner.plan import PlanError
 from megatron_flex.planner.presets import MODELS, model
+from megatron_flex.planner.tensor import TensorParallel
 from megatron_flex.profiling import (
+    Samples,
     Workbench,
     fit,
     grid,
@@ -56,6 +63,7 @@ from megatron_flex.profiling import (
     runs,
     whole,
 )
+from megatron_flex.runtime.world import World
 from megatron_flex.tokenizers.base import TokenizerError
 
 TOKENS = [64, 128, 256, 512, 1024, 2048]
@@ -100,6 +108,8 @@ def _model(p: argparse.ArgumentParser) -> None:
     p.add_argument("--hidden-dropout", type=float, default=0.1)
     p.add_argument("--attention-dropout", type=float, default=0.1)
     p.add_argument("--bf16", action="store_true")
+    p.add_argument("--tensor-model-parallel-size", type=int, default=1)
+    p.add_argument("--sequence-parallel", action="store_true")
 
 
 def config_of(args: argparse.Namespace) -> ModelConfig:
@@ -213,6 +223,83 @@ def intra_link(device: torch.device) -> Link | None:
     return _link(queue.get())
 
 
+@dataclass(frozen=True)
+class Work:
+    """What is measured, in a process or in several together."""
+
+    config: ModelConfig
+    tokens: Sequence[int]
+    lengths: Sequence[int]
+    held_out: int
+    repeats: int
+    name: str
+    links: dict[str, Link]
+
+    def __call__(
+        self, device: torch.device, group: TensorGroup = SOLO
+    ) -> tuple[Profile, Samples, Samples]:
+        """The profile, and what was measured: what it is fitted to, and the rest."""
+        bench = Workbench(self.config, device, group)
+        shapes = grid(self.tokens, self.lengths)
+        low, high = min(self.tokens), max(self.tokens)
+        unseen = random_shapes(self.held_out, (low, high), high, seed=1)
+        every = [*shapes, *unseen]
+        if group.index == 0:
+            with progress_bar(runs(every, self.repeats), "measure", unit=" runs") as bar:
+                everything = measure(bench, every, self.repeats, bar.update)
+        else:
+            everything = measure(bench, every, self.repeats)
+        known = {(s.tokens, s.squares) for s in shapes}
+        seen = {k: [p for p in v if (p.tokens, p.squares) in known] for k, v in everything.items()}
+        rest = {
+            k: [p for p in v if (p.tokens, p.squares) not in known] for k, v in everything.items()
+        }
+        return fit(bench, seen, shapes, self.name, self.links), seen, rest
+
+
+def shared(
+    work: Work, device: torch.device, tensor: TensorParallel
+) -> tuple[Profile, Samples, Samples]:
+    """The same by ranks that share each layer."""
+    if device.type == "cuda" and torch.cuda.device_count() < tensor.size:
+        raise ValueError(
+            f"{tensor} needs {tensor.size} GPUs: there are {torch.cuda.device_count()}"
+        )
+    context = mp.get_context("spawn")
+    queue = context.SimpleQueue()
+    with tempfile.TemporaryDirectory() as folder:
+        spawned = mp.spawn(
+            _rank, (f"{folder}/store", device.type, tensor, work, queue), tensor.size, join=False
+        )
+        while queue.empty() and not spawned.join(0.2):  # an error of a rank is raised here
+            pass
+        found: tuple[Profile, Samples, Samples] = queue.get()
+        while not spawned.join():
+            pass
+    return found
+
+
+def _rank(
+    index: int, path: str, kind: str, tensor: TensorParallel, work: Work, queue: mp.SimpleQueue
+) -> None:
+    cuda = kind == "cuda"
+    device = torch.device("cuda", index) if cuda else torch.device("cpu")
+    if not cuda:
+        torch.set_num_threads(1)
+    backend = "nccl" if cuda else "gloo"
+    dist.init_process_group(
+        backend, init_method=f"file://{path}", rank=index, world_size=tensor.size
+    )
+    world = World.create(
+        device, timedelta(minutes=10), tensor.size, sequence_parallel=tensor.sequence
+    )
+    found = work(device, world.tensor)
+    if index == 0:
+        queue.put(found)
+    world.barrier()
+    dist.destroy_process_group()
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     try:
         args, run = read_run(parser, argv)
@@ -226,25 +313,23 @@ def main(argv: Sequence[str] | None = None) -> int:
         torch.set_num_threads(1)
     try:
         config = config_of(args) if run is None else of_a_run(run, max(args.tokens))
-        bench = Workbench(config, device)
-        shapes = grid(args.tokens, args.lengths)
-        unseen = random_shapes(
-            args.held_out, (min(args.tokens), max(args.tokens)), max(args.tokens), seed=1
+        tensor = (
+            TensorParallel(args.tensor_model_parallel_size, args.sequence_parallel)
+            if run is None
+            else tensor_of(run.config)
         )
-        with progress_bar(runs([*shapes, *unseen], args.repeats), "measure", unit=" runs") as bar:
-            everything = measure(bench, [*shapes, *unseen], args.repeats, bar.update)
-        known = {(s.tokens, s.squares) for s in shapes}
-        seen = {k: [p for p in v if (p.tokens, p.squares) in known] for k, v in everything.items()}
-        rest = {
-            k: [p for p in v if (p.tokens, p.squares) not in known] for k, v in everything.items()
-        }
+        check(config, tensor.size)
         links = {} if args.no_links else {"host": host_link(device)}
         between = None if args.no_links else intra_link(device)
         if between is not None:
             links["intra"] = between
         title = "this run" if run is not None else args.model or "model"
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU core"
-        profile = fit(bench, seen, shapes, f"{title} on {name}", links)
+        work = Work(
+            config, args.tokens, args.lengths, args.held_out, args.repeats, f"{title} on {name}",
+            links,
+        )  # fmt: skip
+        profile, seen, rest = shared(work, device, tensor) if tensor.size > 1 else work(device)
     except (ProfileError, ValueError) as error:
         print(f"profile: {error}", file=sys.stderr)
         return 1

@@ -26,6 +26,7 @@ from megatron_flex.model.config import ModelConfig
 from megatron_flex.model.decode import room
 from megatron_flex.model.tensor_cut import check
 from megatron_flex.planner.plan import Plan, PlanError
+from megatron_flex.planner.tensor import TensorParallel, check_profile
 from megatron_flex.runtime.machine import machine_name
 from megatron_flex.tokenizers.base import Tokenizer, TokenizerError
 from megatron_flex.tokenizers.build import build_tokenizer
@@ -131,6 +132,11 @@ def _check_profile(config: Config, model: ModelConfig) -> None:
     profile = Profile.load(Path(path))
     try:
         profile.check_model(model)
+        if profile.tensor > 1:  # one of whole layers is divided by the cost model
+            p = config.parallel
+            check_profile(
+                profile, TensorParallel(p.tensor_model_parallel_size, p.sequence_parallel)
+            )
     except ProfileError as error:
         raise PlanError(f"--flexpipe-profile {path}: {error}") from error
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
