@@ -64,7 +64,7 @@ def _what_it_has(path: str) -> str:
     for line, _ in zip(read_lines(path), range(100), strict=False):
         try:
             record = json.loads(line.content)
-        except ValueError:
+        except (ValueError, RecursionError):
             continue
         if isinstance(record, dict):
             found |= dict.fromkeys(k for k, v in record.items() if isinstance(v, (str, list)))

@@ -82,16 +82,16 @@ def test_all_dialogues_with_an_answer_are_written(everything: Path) -> None:
         assert all(a != b for a, b in pairwise(roles))
 
 
-def commands(
+def script(
     model: Path, chats: Path, run: Path, programs: Path, *more: str, **variables: str
-) -> list[list[str]]:
-    """What the script starts, in order."""
-    programs.mkdir()
+) -> subprocess.CompletedProcess[str]:
+    """Run the script with programs that write down how they were started."""
+    programs.mkdir(exist_ok=True)
     for name in ("python", "torchrun"):
         (programs / name).write_text(PROGRAM)
         (programs / name).chmod(0o755)
     tracker = run / "checkpoints" / "latest_checkpointed_iteration.txt"
-    tracker.parent.mkdir(parents=True)
+    tracker.parent.mkdir(parents=True, exist_ok=True)
     tracker.write_text("6\n")  # as if the run had been
     record = programs / "record"
     environment = {**os.environ, "PATH": f"{programs}:{os.environ['PATH']}", "RECORD": str(record)}
@@ -100,10 +100,18 @@ def commands(
         ["bash", str(SCRIPT), str(model), str(chats), str(run), *more],
         cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60, check=False,
     )  # fmt: skip
-    assert done.returncode == 0, done.stderr
     shutil.rmtree(tracker.parent)
+    return done
+
+
+def commands(
+    model: Path, chats: Path, run: Path, programs: Path, *more: str, **variables: str
+) -> list[list[str]]:
+    """What the script starts, in order."""
+    done = script(model, chats, run, programs, *more, **variables)
+    assert done.returncode == 0, done.stderr
     (run / "model").rename(programs / "model")
-    return [json.loads(line) for line in record.open()]
+    return [json.loads(line) for line in (programs / "record").open()]
 
 
 def their_loss(directory: Path, prefix: Path) -> float:
@@ -159,6 +167,9 @@ def test_a_model_is_taught_to_chat_and_exported(
     asked = [{"role": "user", "content": "How are  you?\n"}]
     words = {"add_generation_prompt": True, "return_dict": False}
     assert after.apply_chat_template(asked, **words) == before.apply_chat_template(asked, **words)
+    end = after.convert_tokens_to_ids("<|eot_id|>" if style == "llama-3" else "<|im_end|>")
+    ends = json.loads((run / "model" / "generation_config.json").read_text())["eos_token_id"]
+    assert end in (ends if isinstance(ends, list) else [ends])
 
 
 def test_a_model_without_a_template_gets_chatml_with_its_weights(
@@ -171,6 +182,26 @@ def test_a_model_without_a_template_gets_chatml_with_its_weights(
         given = words[words.index("--chat-template") + 1]
         assert given == "examples/finetune/chatml.jinja"
     assert (ROOT / given).read_text() == template("chatml")
+
+
+def test_data_of_other_conversations_and_too_long_samples_are_refused(tmp_path: Path) -> None:
+    model, run, programs = write_tokenizer(tmp_path / "model"), tmp_path / "run", tmp_path / "bin"
+    (model / "config.json").write_text('{"hidden_size": 8, "max_position_embeddings": 64}')
+    one, other = tmp_path / "one.jsonl", tmp_path / "other.jsonl"
+    one.write_text("{}")
+    other.write_text("{} ")
+    refused = script(model, one, run, programs, SEQ_LENGTH="65")
+    assert refused.returncode == 2
+    assert f"SEQ_LENGTH=65 is more than the 64 positions of {model}: lower it" in refused.stderr
+    _, train, _ = commands(model, one, run, programs)
+    assert train[train.index("--seq-length") + 1] == "64"
+    (run / "data_chat_document.idx").write_text("as if it had been written")
+    refused = script(model, other, run, programs)
+    assert refused.returncode == 2
+    assert f"{run} has data that were made from another file" in refused.stderr
+    (programs / "record").unlink()
+    shutil.rmtree(programs / "model")
+    assert len(commands(model, one, run, programs)) == 2, "data are made once"
 
 
 @pytest.mark.parametrize(

@@ -200,3 +200,19 @@ def test_a_parquet_file_that_is_none_is_one_message(
     (tmp_path / "in.parquet").write_bytes(b"nothing")
     assert run(tokenizer, tmp_path / "in.parquet", tmp_path / "out") == 1
     assert "in.parquet: cannot read it" in capsys.readouterr().err
+
+
+def test_markers_that_a_tokenizer_cannot_write_are_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "hi", "hello", "assistant", "user"]
+    (tmp_path / "vocab.txt").write_text("\n".join(words) + "\n")
+    (tmp_path / "mine.jinja").write_text(template("chatml"))
+    source = write(tmp_path / "in.jsonl", [{"messages": MESSAGES}])
+    argv = ["--input", str(source), "--output-prefix", str(tmp_path / "out"), "--workers", "1",
+            "--tokenizer-type", "BertWordPieceCase", "--vocab-file", str(tmp_path / "vocab.txt"),
+            "--chat-template", str(tmp_path / "mine.jinja")]  # fmt: skip
+    assert main(argv) == 0
+    err = capsys.readouterr().err
+    assert "warning: the tokenizer cannot write '<|im_end|>' of the chat template" in err
+    assert "cannot write '<|im_start|>assistant'" in err
