@@ -80,6 +80,21 @@ def test_bert_trains_alike_with_and_without_the_sentence_order_head(
     assert any("without a target" in line for line in counts) is head
 
 
+def test_bert_trains_with_a_wordpiece_vocabulary(
+    workers: WorkerPool, files: Path, tmp_path: Path
+) -> None:
+    vocabulary, corpus = str(tmp_path / "vocab.txt"), str(files / "corpus.jsonl")
+    words = ["--input", corpus, "--vocab-size", "500", "--output", vocabulary]
+    assert train_tokenizer.main([*words, "--model-type", "wordpiece"]) == 0
+    tokenizer = ["--tokenizer-type", "BertWordPieceLowerCase", "--vocab-file", vocabulary]
+    words = ["--input", corpus, "--split-sentences", "--workers", "1", *tokenizer]
+    assert preprocess_data.main([*words, "--output-prefix", str(tmp_path / "data")]) == 0
+    data = ["--data-path", str(tmp_path / "data_text_sentence"), "--split", "1,0,0"]
+    run = runs.run(workers, 1, [*MODEL, *TRAINING, *data, *tokenizer], "bert")
+    assert len(run.losses) == 5
+    assert run.losses[-1][0] < run.losses[0][0]
+
+
 def test_bert_resumes_bit_for_bit_and_on_other_workers(
     workers: WorkerPool, files: Path, tmp_path: Path
 ) -> None:
