@@ -272,7 +272,7 @@ def test_exact_sums_have_the_same_bits_under_any_plans(
 ) -> None:
     options: dict[str, Any] = {"iterations": 8, "exact": True, "cut": CHAINS, "sharing": 2}
     options["sequence_parallel"] = sequence_parallel
-    narrow = "float32" if sequence_parallel else "bfloat16"
+    narrow: Any = "float32" if sequence_parallel else "bfloat16"
     config = dataclasses.replace(UNTIED, params_dtype=narrow)
     expected = train(workers, config, "0:8@0", 2, **options)
     got = train(workers, config, PLANS, 6, way="mixed", migrate=True, **options)
