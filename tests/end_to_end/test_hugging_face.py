@@ -49,25 +49,27 @@ def their_loss(directory: Path, texts: list[list[int]]) -> float:
 
 
 @pytest.mark.parametrize(
-    ("name", "size", "plan"),
+    ("name", "size", "sharing", "plan"),
     [
-        ("llama 3", 2, "0:3@0 | 3:4@1 | 4:7@1 | 7:8@0; schedule zb-v"),
-        ("qwen2, tied", 3, "0:4@0,1 | 4:8@2"),
-        ("gpt2", 2, "0:3@0 | 3:4@1 | 4:7@1 | 7:8@0; schedule v-half"),
+        ("llama 3", 4, 2, "0:3@0 | 3:4@1 | 4:7@1 | 7:8@0; schedule zb-v"),
+        ("qwen2, tied", 3, 1, "0:4@0,1 | 4:8@2"),
+        ("gpt2", 2, 1, "0:3@0 | 3:4@1 | 4:7@1 | 7:8@0; schedule v-half"),
     ],
 )
 def test_transformers_gives_our_validation_loss_of_what_we_trained(
-    workers: WorkerPool, tmp_path: Path, name: str, size: int, plan: str
+    workers: WorkerPool, tmp_path: Path, name: str, size: int, sharing: int, plan: str
 ) -> None:
     make(name).save_pretrained(tmp_path / "there")
     assert to_flex(tmp_path / "there", tmp_path / "here") == 0
     texts = documents(1, LENGTHS)
+    shared = ["--tensor-model-parallel-size", "2", "--sequence-parallel"] if sharing == 2 else []
     train = write_flat(tmp_path / "train", documents(2, LENGTHS * 8))
     valid = write_flat(tmp_path / "valid", texts)
     run = runs.run(
         workers,
         size,
-        [*TRAINING, "--flexpipe-plan", plan, "--train-data-path", train, "--valid-data-path", valid,
+        [*TRAINING, *shared, "--flexpipe-plan", plan,
+         "--train-data-path", train, "--valid-data-path", valid,
          "--load", str(tmp_path / "here"), "--save", str(tmp_path / "trained")],
     )  # fmt: skip
     assert len(run.losses) == 20
