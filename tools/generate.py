@@ -35,10 +35,13 @@ if __name__ == "__main__":  # from a clone, without installing
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron_flex.checkpoint.conversion.flex import read_flex
+from megatron_flex.checkpoint.conversion.hugging_face.companions import CONFIG
 from megatron_flex.checkpoint.conversion.hugging_face.directory import (
     ReadOptions,
     read_hugging_face,
 )
+from megatron_flex.checkpoint.conversion.hugging_face.families import family_of
+from megatron_flex.checkpoint.conversion.hugging_face.files import read_json
 from megatron_flex.checkpoint.conversion.weights import Weights
 from megatron_flex.checkpoint.errors import CheckpointError
 from megatron_flex.data.bar import SHORT, progress_bar
@@ -52,6 +55,7 @@ from megatron_flex.tokenizers.build import TYPES, build_tokenizer
 from megatron_flex.tokenizers.chat_template import find_template, home
 
 _FILES = ("tokenizer_model", "vocab_file", "merge_file")
+_NO_BERT = "a BERT fills in masks: only a GPT completes texts"
 
 
 def parser() -> argparse.ArgumentParser:
@@ -127,6 +131,8 @@ def read_weights(flags: Namespace) -> Weights:
         return read_flex(flags.load, iteration=flags.ckpt_step)
     if flags.ckpt_step is not None:
         raise DataError("--ckpt-step is for --load: remove it")
+    if family_of(read_json(flags.load_hf / CONFIG).get("model_type")).bert:
+        raise DataError(_NO_BERT)
     return read_hugging_face(flags.load_hf, "GPT", ReadOptions(say=lambda _: None))
 
 
@@ -160,9 +166,12 @@ def generate(flags: Namespace) -> None:
     sampling, asked = sampling_of(flags), asked_of(flags)
     if flags.num_tokens_to_generate < 1:
         raise DataError("--num-tokens-to-generate must be at least 1")
+    out: Path | None = flags.output_path
+    if out is not None and (out.is_dir() or not out.absolute().parent.is_dir()):
+        raise DataError(f"--output-path {out}: give a file in a directory that is there")
     weights = read_weights(flags)
     if weights.config.architecture != "gpt":
-        raise DataError("a BERT fills in masks: only a GPT completes texts")
+        raise DataError(_NO_BERT)
     tokenizer, directory, known = tokenizer_of(flags, weights)
     template = None
     if any(not isinstance(a, str) for a in asked):
@@ -171,6 +180,13 @@ def generate(flags: Namespace) -> None:
         raise DataError("--chat-template is for conversations: add --chat, or remove it")
     prompts = Prompts(tokenizer, template)
     made = [prompts.make(a) for a in asked]
+    rows = weights.config.vocab_size
+    for prompt in made:
+        if max(prompt.ids) >= rows:
+            raise DataError(
+                f"the prompt {prompt.text[:60]!r} has the token {max(prompt.ids)}, and the model"
+                f" knows {rows}: the tokenizer is not the model's"
+            )
     wanted = flags.num_tokens_to_generate
     try:
         most = [room(weights.config, len(prompt.ids), wanted) for prompt in made]
@@ -194,9 +210,11 @@ def generate(flags: Namespace) -> None:
     seconds = time.perf_counter() - began
     count = sum(len(record["tokens"]) for record in records)
     print(f"{count} tokens in {seconds:.1f} s ({count / seconds:.0f} a second)", file=sys.stderr)
-    if flags.output_path is not None:
+    if out is not None:
         lines = (json.dumps(record, ensure_ascii=False) + "\n" for record in records)
-        flags.output_path.write_text("".join(lines), encoding="utf-8")
+        temporary = out.with_name(f".tmp-{out.name}")
+        temporary.write_text("".join(lines), encoding="utf-8")
+        temporary.replace(out)
 
 
 def main(words: list[str] | None = None) -> int:

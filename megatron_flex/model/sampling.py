@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -27,7 +28,7 @@ class Sampling:
     seed: int = 1234
 
     def __post_init__(self) -> None:
-        if self.temperature < 0.0:
+        if not 0.0 <= self.temperature < math.inf:
             raise ValueError(f"--temperature must be at least 0, not {self.temperature}")
         if self.top_k < 0:
             raise ValueError(f"--top-k must be at least 0, not {self.top_k}")
@@ -50,7 +51,8 @@ class Sampler:
         if s.temperature == 0.0:
             return int(logits.argmax())
         # On the host, so that a seed means the same on every device.
-        scores = logits.detach().float().cpu() / s.temperature
+        scores = logits.detach().double().cpu()
+        scores = (scores - scores.max()) / s.temperature
         if 0 < s.top_k < len(scores):
             scores = scores.masked_fill(scores < scores.topk(s.top_k).values[-1], -torch.inf)
         probabilities = scores.softmax(0)

@@ -131,6 +131,7 @@ def test_a_seed_and_a_prompt_decide_what_is_drawn(
     assert first[:1] == drawn("--prompts", "5 6 7", "--temperature", 0.9, "--top-p", 0.95)
     assert first != drawn(*same, "--temperature", 0.9, "--top-p", 0.95, "--seed", 2)
     assert drawn(*same, "--top-k", 1) == drawn(*same)
+    assert drawn(*same, "--temperature", 1e-300) == drawn(*same)
 
 
 def test_tokens_are_drawn_from_those_that_transformers_leaves() -> None:
@@ -194,6 +195,20 @@ def test_conversations_end_with_the_turn(
         assert [records(out)[0][key] for key in ("prompt", "tokens", "ended")] == [text, [0], True]
 
 
+def test_models_and_tokenizers_that_do_not_fit_are_named(
+    small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make("bert").save_pretrained(tmp_path / "bert")
+    status, err = run(capsys, "--load-hf", tmp_path / "bert", "--prompts", "1")
+    assert (status, err.count("only a GPT completes texts")) == (1, 1)
+    other = ("--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model")
+    write_tokenizer(tmp_path / "other")
+    status, err = run(capsys, "--load", small / "flex", *other, tmp_path / "other",
+                      "--prompts", "hello there")  # fmt: skip
+    assert status == 1
+    assert "and the model knows 90: the tokenizer is not the model's" in err
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -202,6 +217,8 @@ def test_conversations_end_with_the_turn(
         (("--prompts", "1", "--top-k", "3", "--temperature", "0"), "have no effect"),
         (("--prompts", "1", "--num-tokens-to-generate", "0"), "must be at least 1"),
         (("--prompts", "x"), "takes texts of token ids"),
+        (("--prompts", "1", "--temperature", "nan"), "--temperature must be at least 0"),
+        (("--prompts", "1", "--output-path", "/nowhere/x"), "a directory that is there"),
         (("--prompts", ""), "has no tokens"),
         (("--prompts", "1", "--chat-template", "x"), "add --chat"),
         (("--prompts", " ".join(["1"] * 64)), "has 64 tokens"),
