@@ -18,15 +18,14 @@ from megatron_flex.runtime.arena import ArenaTransport
 from megatron_flex.runtime.clock import Clock, Measured
 from megatron_flex.runtime.communicator import Communicator, explain
 from megatron_flex.runtime.compute import Passes
+from megatron_flex.runtime.custody import Custody
 from megatron_flex.runtime.failure import lost
 from megatron_flex.runtime.holdings import Holdings
 from megatron_flex.runtime.memory import Expected
 from megatron_flex.runtime.optimizer import OptimizerConfig, clip_coefficient, update
-from megatron_flex.runtime.shards import ShardMoves, collect
+from megatron_flex.runtime.shards import collect
 from megatron_flex.runtime.slab import Slab
-from megatron_flex.runtime.states import StateTransfers
 from megatron_flex.runtime.step import Run, StepInputs, StepResult
-from megatron_flex.runtime.swap import OptimizerSwap
 from megatron_flex.runtime.world import World
 from megatron_flex.schedule.instructions import (
     Backward,
@@ -53,7 +52,7 @@ from megatron_flex.schedule.instructions import (
 )
 from megatron_flex.schedule.part import Part
 
-Handler = Callable[[Run, Any], None]
+Handler = Callable[[Any, Any], None]
 
 
 class Executor:
@@ -72,12 +71,10 @@ class Executor:
         self.optimizer = optimizer
         dtype = torch.bfloat16 if holdings.config.params_dtype == "bfloat16" else torch.float32
         self._communicator = Communicator(world, holdings.config.hidden_size, dtype)
-        self._states = StateTransfers(world, arena)
-        self._shards = ShardMoves(world, holdings, self._states)
+        self.custody = Custody(world, holdings, arena)
         self.clock = Clock(world.device)
-        self._swap = OptimizerSwap(world.device)
         self._after_norm = (0.0, 0.0)  # peak bytes of the last updates, and as predicted
-        passes = Passes(world, holdings, self.clock, self._wait_arrived)
+        passes = Passes(world, holdings, self.clock, self.custody.usable)
         #: What runs each kind of instruction.
         self.handlers: dict[type[Instruction], Handler] = {
             Forward: passes.forward,
@@ -124,7 +121,7 @@ class Executor:
         if training:
             self._place(part.plan.o_plan.optimizer)
         self._make_room(inputs.memory)
-        self._states.prepare(part, self.holdings.state_bytes)
+        self.custody.carriers.prepare(part, self.holdings.state_bytes)
         self._communicator.expect(instructions)
         with torch.set_grad_enabled(training):
             for instruction in instructions:
@@ -136,7 +133,7 @@ class Executor:
                     raise lost(self.world.process, what, error) from error
                 clock.stop(instruction, started)
         self._communicator.finish()
-        self._swap.settle()
+        self.custody.swap.settle()
         if run.result is None:
             raise ValueError("the program has no GlobalNorm")
         if training:
@@ -146,12 +143,8 @@ class Executor:
 
     def _place(self, offloaded: Sequence[int]) -> None:
         """Have the optimizer state of the slabs where the plan wants it."""
-        for number, slab in list(self.holdings.slabs.items()):
-            wanted = number in offloaded and slab.layout.numel > 0
-            if slab.offloaded is not wanted:
-                self._wait_arrived(number)
-                self._states.left(number)
-                self.holdings.rehouse(number, offloaded=wanted)
+        for number in list(self.holdings.slabs):
+            self.custody.rehouse(number, offloaded=number in offloaded)
 
     def _make_room(self, expected: Expected) -> None:
         """Give back what the pool keeps beyond the budget, and begin to measure."""
@@ -161,38 +154,18 @@ class Executor:
         self.holdings.memory.begin(pool.kept)
 
     def switch(self, instructions: Sequence[Instruction]) -> None:
-        """Run the state messages and drops of a switch between iterations, and wait for them."""
-        for op in instructions:
-            if isinstance(op, SendState):
-                self._send_state(None, op)
-            elif isinstance(op, RecvState):
-                self._receive_state(None, op)
-            elif isinstance(op, Recut):
-                self._recut(None, op)
-            elif isinstance(op, SendPiece):
-                self._send_piece(None, op)
-            elif isinstance(op, RecvPiece):
-                self._shards.receive(op)
+        """Run the instructions of a switch between iterations, and wait for what they begin."""
+        for instruction in instructions:
+            self.handlers[type(instruction)](None, instruction)
         self.settle()
-        for op in instructions:
-            if isinstance(op, Recut):
-                self._shards.finish(op.slab)
-            elif isinstance(op, Drop):
-                self.holdings.drop(op.slab)
-            elif isinstance(op, GatherParameters):
-                self._shards.gather(op)
 
     def settle(self) -> None:
         """Wait for all slab states on their way, before anything but a program uses the slabs."""
-        for slab in self._states.arriving:
-            self._wait_arrived(slab)
-        for slab in self._states.leaving:
-            self._states.left(slab)
-        self._shards.settle()
+        self.custody.settle()
 
     def collect(self) -> dict[int, Slab]:
         """Owned sharded slabs with their whole state on the host. All workers together."""
-        self._shards.settle()
+        self.custody.gathered()
         return collect(self.world, self.holdings)
 
     def copy_states(
@@ -205,7 +178,7 @@ class Executor:
         for number in self.holdings.owned:
             slab = whole.get(number, self.holdings.slabs[number])
             if slab.layout.numel:
-                self._states.copy(number, partial(copy, number, slab.state))
+                self.custody.copy(number, partial(copy, number, slab.state))
 
     # ---- messages ----------------------------------------------------------------------------
 
@@ -270,10 +243,11 @@ class Executor:
         # The last signal is this class's own: whether hand-overs can go through host memory.
         # A group may be destroyed when all have passed the norm after its last use.
         run.prefixes.finish()
-        self._shards.settle()
+        self.custody.gathered()
         if run.training:
-            self._swap.begin(self._to_update(run))
-        signals = torch.tensor((*run.inputs.signals, self._states.unready), dtype=torch.float64)
+            self.custody.swap.begin(self._to_update(run))
+        unready = self.custody.carriers.unready
+        signals = torch.tensor((*run.inputs.signals, unready), dtype=torch.float64)
         sharing, first = self.world.tensor, self.world.tensor.index == 0
         squares = torch.zeros(sharing.size, len(run.squares), dtype=torch.float64)
         squares[sharing.index] = run.squares
@@ -296,7 +270,7 @@ class Executor:
                 dist.all_reduce(combined, group=self.world.control)
         squares, losses, zeros, signals, measured = combined.split([p.numel() for p in parts])
         sums = losses.view_as(run.losses).sum(0).tolist()
-        self._states.agree(bool(signals[-1] > 0))
+        self.custody.carriers.agree(bool(signals[-1] > 0))
         norm = math.sqrt(squares.sum().item()) if run.training else 0.0
         finite = math.isfinite(norm)
         run.result = StepResult(
@@ -315,10 +289,7 @@ class Executor:
         assert run.result is not None
         assert run.inputs.step_size is not None
         self._gradient(run, op.slab)
-        self._wait_arrived(op.slab)
-        self._states.left(op.slab)
-        self._shards.finish(op.slab)
-        slab = self.holdings.slabs[op.slab]
+        slab = self.custody.changeable(op.slab)
         if not run.result.skipped:
             coefficient = clip_coefficient(run.result.grad_norm, self.optimizer.clip_grad)
             swaps = slab.offloaded and slab.layout.numel > 0
@@ -328,73 +299,47 @@ class Executor:
                 run.inputs.step_size,
                 coefficient,
                 self.holdings.updates,
-                self._swap.take(slab) if swaps else None,
+                self.custody.swap.take(slab) if swaps else None,
             )
             if swaps:
-                self._swap.give(slab)
+                self.custody.swap.give(slab)
         slab.grads.zero_()
 
     def _to_update(self, run: Run) -> list[Slab]:
         """The slabs whose states must come from the host for their updates, in order."""
-        anew = self._shards.cut_anew
         found = []
         for op in run.part.instructions:
-            if isinstance(op, UpdateOrSkip) and op.slab not in anew:
+            if isinstance(op, UpdateOrSkip) and not self.custody.cut_anew(op.slab):
                 slab = self.holdings.slabs.get(op.slab)
                 if slab is not None and slab.offloaded:
-                    self._wait_arrived(op.slab)  # of a joiner's state
+                    self.custody.usable(op.slab)  # of a joiner's state
                     found.append(slab)
         return found
 
     # ---- a switch ----------------------------------------------------------------------------
 
-    def _send_state(self, run: Run | None, op: SendState) -> None:
-        slab = self.holdings.slabs[op.slab]
-        if slab.layout.numel:
-            self._wait_arrived(op.slab)
-            self._swap.settle()
-            self._states.send(op, slab.state.to(self.world.device))
+    def _send_state(self, _: Run | None, op: SendState) -> None:
+        self.custody.send(op)
 
     def _receive_state(self, run: Run | None, op: RecvState) -> None:
         after = None if run is None else run.part.next_plan
         wanted = after is not None and op.slab in after.o_plan.optimizer
         # A message to a GPU cannot end in the host's memory.
-        slab = self.holdings.join(op.slab, offloaded=wanted and self.world.device.type == "cpu")
-        if slab.layout.numel:
-            self._states.receive(op, slab.state)
+        self.custody.receive(op, offloaded=wanted and self.world.device.type == "cpu")
 
-    def _gather(self, run: Run, op: GatherParameters) -> None:
-        self._shards.gather(op)
+    def _recut(self, _: Run | None, op: Recut) -> None:
+        self.custody.recut(op)
 
-    def _recut(self, run: Run | None, op: Recut) -> None:
-        self._ready_to_cut(op.slab)
-        self._shards.recut(op)
+    def _send_piece(self, _: Run | None, op: SendPiece) -> None:
+        self.custody.send_piece(op)
 
-    def _send_piece(self, run: Run | None, op: SendPiece) -> None:
-        self._ready_to_cut(op.slab)
-        self._shards.send(op)
+    def _receive_piece(self, _: Run | None, op: RecvPiece) -> None:
+        self.custody.receive_piece(op)
 
-    def _receive_piece(self, run: Run, op: RecvPiece) -> None:
-        self._shards.receive(op)
+    def _gather(self, _: Run | None, op: GatherParameters) -> None:
+        self.custody.gather(op)
 
-    def _ready_to_cut(self, number: int) -> None:
-        """Wait until a slab's optimizer state is there."""
-        self._wait_arrived(number)
-        self._swap.settle()
-
-    def _drop(self, run: Run, op: Drop) -> None:
-        slab = self._gradient(run, op.slab)
-        # What was handed over to a device without work may still be on its way.
-        self._wait_arrived(op.slab)
-        self._states.left(op.slab)
-        self._swap.settle()
-        slab.grads.zero_()
-        self.holdings.drop(op.slab)
-
-    def _wait_arrived(self, number: int) -> bool:
-        """Have a slab whose state or parameters are on their way here; whether they were."""
-        arrived = self._states.arrived(number)
-        if arrived:
-            self.holdings.slabs[number].params_from_masters()
-        gathered = self._shards.gathered(number)
-        return arrived or gathered
+    def _drop(self, run: Run | None, op: Drop) -> None:
+        if run is not None:
+            self._gradient(run, op.slab)
+        self.custody.drop(op.slab)

@@ -1,4 +1,4 @@
-"""Slab states on their way between devices, or into host memory, and who waits for them."""
+"""How slab states travel between devices and into host memory; :mod:`custody` waits for them."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+import torch.distributed as dist
 
-from megatron_flex.runtime.arena import ArenaTransport
+from megatron_flex.runtime.arena import ArenaTransport, Place
 from megatron_flex.runtime.channel import Message
 from megatron_flex.runtime.communicator import explain
 from megatron_flex.runtime.failure import CommunicationError
@@ -32,16 +33,6 @@ class Pending(Protocol):
 
     def wait(self) -> None:
         """Return when it is done; raises ``CommunicationError`` that names it."""
-
-
-class Transport(Protocol):
-    """Carries the state of slabs from device to device. Nothing blocks."""
-
-    def send(self, op: SendState, state: torch.Tensor) -> Pending:
-        """Begin to send; ``state`` must not change before that is done."""
-
-    def receive(self, op: RecvState, state: torch.Tensor) -> Pending:
-        """Begin to receive; ``state`` is undefined before that is done."""
 
 
 @dataclass(frozen=True)
@@ -75,12 +66,15 @@ class PeerTransport:
 
 
 @dataclass(frozen=True)
-class _Copy:
+class Copy:
+    """A copy to or from the host's memory; ``what`` names it in errors."""
+
     what: object
     world: World
     future: Future[None]
 
     def wait(self) -> None:
+        """Return when it is done."""
         seconds = self.world.timeout.total_seconds()
         try:
             self.future.result(seconds)
@@ -96,8 +90,22 @@ class _Copy:
             ) from error
 
 
+@dataclass(frozen=True)
+class Gather:
+    """Parameters of a slab that are being gathered."""
+
+    slab: int
+    world: World
+    work: dist.Work
+
+    def wait(self) -> None:
+        """Return when they are here."""
+        with explain(f"gathering the parameters of slab {self.slab}", self.world):
+            self.work.wait(self.world.timeout)
+
+
 class StateTransfers:
-    """Slab states on their way, waited for by whatever needs the slab next.
+    """Begins transfers of slab states.
 
     What is handed over after the update goes through the host memory of the server where ``arena``
     has a place for it, everything else from worker to worker.
@@ -107,9 +115,6 @@ class StateTransfers:
         self._world = world
         self._peers = PeerTransport(world)
         self._arena = arena
-        self._arriving: dict[int, Pending] = {}
-        self._leaving: dict[int, list[Pending]] = {}
-        self._on_arrival: dict[int, Callable[[], None]] = {}
 
     def prepare(self, part: Part, state_bytes: Callable[[int], int]) -> None:
         """Take places for what this worker hands over or is handed in an iteration."""
@@ -126,58 +131,21 @@ class StateTransfers:
         if self._arena is not None:
             self._arena.open = not unready
 
-    def send(self, op: SendState, state: torch.Tensor) -> None:
-        """Begin to send; the state must not change before :meth:`left`."""
-        place = None if self._arena is None else self._arena.place(op)
+    def send(self, op: SendState | SendPiece, state: torch.Tensor) -> Pending:
+        """Begin to send; the state must not change before that is done."""
+        place = self._place(op)
         if place is None:
-            self.leave(op.slab, self._peers.send(op, state))
-        else:
-            self.leave(op.slab, _Copy(op, self._world, place.write(state)))
+            return self._peers.send(op, state)
+        return Copy(op, self._world, place.write(state))
 
-    def receive(self, op: RecvState, state: torch.Tensor) -> None:
-        """Begin to receive; the state is undefined before :meth:`arrived`."""
-        place = None if self._arena is None else self._arena.place(op)
+    def receive(self, op: RecvState | RecvPiece, state: torch.Tensor) -> Pending:
+        """Begin to receive; the state is undefined before that is done."""
+        place = self._place(op)
         if place is None:
-            self._arriving[op.slab] = self._peers.receive(op, state)
-        else:
-            self._arriving[op.slab] = _Copy(op, self._world, place.read(state))
+            return self._peers.receive(op, state)
+        return Copy(op, self._world, place.read(state))
 
-    def copy(self, slab: int, begin: Callable[[], Future[None]]) -> None:
-        """Begin to copy a slab's state, or do so when it has arrived; :meth:`left` waits for it."""
-
-        def now() -> None:
-            what = f"copy of slab {slab} into host memory"
-            self.leave(slab, _Copy(what, self._world, begin()))
-
-        if slab in self._arriving:
-            self._on_arrival[slab] = now
-        else:
-            now()
-
-    def arrived(self, slab: int) -> bool:
-        """Wait for a slab that is on its way here; whether it was."""
-        pending = self._arriving.pop(slab, None)
-        if pending is None:
-            return False
-        pending.wait()
-        self._on_arrival.pop(slab, lambda: None)()
-        return True
-
-    def left(self, slab: int) -> None:
-        """Wait until all copies of a slab that were being sent have left."""
-        for pending in self._leaving.pop(slab, ()):
-            pending.wait()
-
-    @property
-    def arriving(self) -> tuple[int, ...]:
-        """Slabs on their way here."""
-        return tuple(self._arriving)
-
-    @property
-    def leaving(self) -> tuple[int, ...]:
-        """Slabs on their way from here."""
-        return tuple(self._leaving)
-
-    def leave(self, slab: int, pending: Pending) -> None:
-        """Something of a slab is on its way from here."""
-        self._leaving.setdefault(slab, []).append(pending)
+    def _place(self, op: StateOp | PieceOp) -> Place | None:
+        if self._arena is None or not isinstance(op, StateOp):
+            return None
+        return self._arena.place(op)

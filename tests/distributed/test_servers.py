@@ -10,7 +10,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from megatron_flex.runtime.states import StateTransfers
+from megatron_flex.runtime.states import Pending, StateTransfers
 from megatron_flex.schedule.instructions import SendState
 from tests.close import assert_numbers_close
 from tests.distributed.pool import WorkerPool
@@ -27,9 +27,9 @@ def sent(argv: Sequence[str], per_server: int) -> tuple[runs.Run, list[Sent]]:
     found: list[Sent] = []
     send = StateTransfers.send
 
-    def note(states: StateTransfers, op: SendState, state: torch.Tensor) -> None:
+    def note(states: StateTransfers, op: SendState, state: torch.Tensor) -> Pending:
         found.append((op.slab, op.peer))
-        send(states, op, state)
+        return send(states, op, state)
 
     environment = patch.dict(os.environ, LOCAL_WORLD_SIZE=str(per_server))
     with environment, patch.object(StateTransfers, "send", note):

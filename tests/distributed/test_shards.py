@@ -12,7 +12,7 @@ import torch
 
 from megatron_flex.model.config import ModelConfig
 from megatron_flex.runtime.executor import Executor
-from megatron_flex.runtime.shards import ShardMoves
+from megatron_flex.runtime.slab import Slab
 from megatron_flex.schedule.instructions import Program, UpdateOrSkip
 from tests.distributed import jobs
 from tests.distributed.jobs import BERT
@@ -164,8 +164,7 @@ def test_evaluations_between_sharded_plans_change_nothing(workers: WorkerPool) -
 
 
 def the_gather_is_left_out(executor: Executor, program: Program) -> Program:
-    shards = executor._shards
-    shards.gather = lambda op: None  # type: ignore[method-assign]
+    executor.custody.gather = lambda op: None  # type: ignore[method-assign]
     return program
 
 
@@ -185,18 +184,15 @@ def a_part_is_updated_twice(executor: Executor, program: Program) -> Program:
 
 
 def a_piece_is_lost(executor: Executor, program: Program) -> Program:
-    receive = ShardMoves.finish
+    honest = executor.holdings.install
 
-    def finish(self: ShardMoves, number: int) -> None:
-        target = self._targets.get(number)
-        for message in self._arriving.pop(number, ()):
-            message.wait()
-        if target is not None and number == 2:
+    def install(new: Slab) -> None:
+        if new.index == 2:
             with torch.no_grad():
-                target.exp_avg.zero_()
-        receive(self, number)
+                new.exp_avg.zero_()
+        honest(new)
 
-    executor._shards.finish = finish.__get__(executor._shards)  # type: ignore[method-assign]
+    executor.holdings.install = install  # type: ignore[method-assign]
     return program
 
 

@@ -82,7 +82,7 @@ def wrap_update(executor: Executor, program: Program, around: Around) -> Program
 
         if op.slab not in slabs:
             return honest()
-        executor._wait_arrived(op.slab)
+        executor.custody.usable(op.slab)
         return around(executor, executor.holdings.slabs[op.slab], honest)
 
     executor.handlers[UpdateOrSkip] = update

@@ -34,6 +34,7 @@ class Wire:
 
     def __init__(self) -> None:
         self.sent: list[tuple[SendState, torch.Tensor]] = []
+        self.arrives: Callable[[torch.Tensor], object] = lambda state: state.fill_(1.0)
 
     def send(self, op: SendState, state: torch.Tensor) -> OnItsWay:
         """Keep a copy."""
@@ -41,8 +42,8 @@ class Wire:
         return OnItsWay(lambda: None)
 
     def receive(self, op: RecvState, state: torch.Tensor) -> OnItsWay:
-        """A state of ones, which comes when it is waited for."""
-        return OnItsWay(lambda: state.fill_(1.0))
+        """A state of ones, or as ``arrives`` says, which comes when it is waited for."""
+        return OnItsWay(lambda: self.arrives(state))
 
 
 @pytest.fixture
@@ -52,7 +53,7 @@ def worker() -> Worker:
 
 def wired(executor: Executor) -> Wire:
     wire = Wire()
-    executor._states._peers = wire  # type: ignore[assignment]
+    executor.custody.carriers._peers = wire  # type: ignore[assignment]
     return wire
 
 
@@ -62,7 +63,7 @@ def test_an_update_waits_for_a_state_that_is_being_sent(worker: Worker) -> None:
     found: list[torch.Tensor] = []
     leaving = [OnItsWay(lambda: found.append(slab.state.clone())) for _ in range(2)]
     for message in leaving:
-        worker.executor._states.leave(SLAB, message)
+        worker.executor.custody.leave(SLAB, message)
     worker.step()
     assert [message.waited for message in leaving] == [1, 1]
     assert all(torch.equal(state, before) for state in found), "sent while it was updated"
@@ -72,7 +73,8 @@ def test_an_update_waits_for_a_state_that_is_being_sent(worker: Worker) -> None:
 def test_a_slab_goes_when_its_state_has_left(worker: Worker) -> None:
     holdings = worker.holdings
     found: list[bool] = []
-    worker.executor._states.leave(SLAB, OnItsWay(lambda: found.append(SLAB in holdings.slabs)))
+    leaving = OnItsWay(lambda: found.append(SLAB in holdings.slabs))
+    worker.executor.custody.leave(SLAB, leaving)
     run: Any = type("Run", (), {"reductions": {}, "finished": set()})
     worker.executor._drop(run, Drop(SLAB))
     assert found == [True]
@@ -83,8 +85,7 @@ def test_a_state_is_sent_on_when_it_has_arrived(worker: Worker) -> None:
     executor, holdings = worker.executor, worker.holdings
     wire = wired(executor)
     holdings.drop(SLAB)
-    executor._receive_state(None, RecvState(SLAB, 1))
-    executor._send_state(None, SendState(SLAB, 2))
+    executor.switch([RecvState(SLAB, 1), SendState(SLAB, 2)])
     ((op, state),) = wire.sent
     assert op == SendState(SLAB, 2)
     assert (state == 1.0).all()
@@ -96,7 +97,10 @@ def test_a_unit_computes_with_weights_that_have_arrived(worker: Worker) -> None:
     fresh = Worker()
     executor, holdings = fresh.executor, fresh.holdings
     weights = holdings.slabs[SLAB].state.clone()
+    holdings.drop(SLAB)
+    wire = wired(executor)
+    wire.arrives = lambda state: state.copy_(weights)
+    executor.custody.receive(RecvState(SLAB, 1), offloaded=False)
     holdings.slabs[SLAB].state.fill_(7.0)
     holdings.slabs[SLAB].params_from_masters()
-    executor._states._arriving[SLAB] = OnItsWay(lambda: holdings.slabs[SLAB].state.copy_(weights))
     assert fresh.step().losses == expected
