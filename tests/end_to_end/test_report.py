@@ -31,7 +31,9 @@ from tests.end_to_end.pages import (
     view,
 )
 from tests.unit.report.records import LAYOUTS, iteration, run_object, write_log
-from tools import report, status
+from tests.unit.tools.test_whatif import CHOSEN as SIMULATED
+from tests.unit.tools.test_whatif import SMALL, model_file
+from tools import report, status, whatif
 
 pytestmark = pytest.mark.skipif(
     chromium() is None, reason="there is no Chromium here: apt-get install chromium"
@@ -477,3 +479,17 @@ def test_the_status_of_a_real_run(pages: Pages, capsys: pytest.CaptureFixture[st
     assert f"{ITERATIONS} of {ITERATIONS} (100 %)" in printed
     assert "(1,1,1) -> (2) at iteration 19" in printed
     assert "(3 in all)" in printed
+
+
+def test_the_page_of_a_what_if_opens_at_once(browser: Browser, tmp_path: Path) -> None:
+    words = [*SMALL, "--model", model_file(tmp_path), "--output", str(tmp_path)]
+    assert whatif.main([*words, "--configurations", *SIMULATED]) == 0
+    path = tmp_path / "report.html"
+    assert path.stat().st_size < 5e6
+    found = browser.page()
+    assert found.open(path, READY) < 10.0
+    found.frame()
+    assert found.problems == []
+    assert found.requests == []
+    names = " ".join(found.each("th, h1", "e.innerText"))
+    assert all(name in names for name in SIMULATED)
