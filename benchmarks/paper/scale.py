@@ -6,10 +6,11 @@
 128 layers of width 12,288 on described servers of eight H200 devices, four samples of the published
 mixture to a device, up to 8,192 tokens. Times of an iteration are multiples of perfect balance: of
 the plans that are decided on, and of the best even layout for whole packed samples under 1F1B and
-under zero bubble, tuned over the very batches (docs/simulator.md). Then seconds of this machine: a
-decision (its first of a run, and the median of the others), and the program of one iteration: to
-make it (place, write, validate, go through its memory), to pack it for all devices, and its bytes,
-for one device in the middle and for all.
+under zero bubble, tuned over the very batches (docs/simulator.md). Then processor seconds of this
+machine: a decision (the first of a run, and the median of the others), and the program of one
+iteration: to make it (place, write, validate, go through its memory), to pack it for all devices,
+and its bytes, for one device in the middle and for all. Much beyond 256 devices it takes long: most
+of it a run's first decision, which looks at many numbers of stages.
 """
 
 from __future__ import annotations
@@ -77,20 +78,20 @@ def planned(setting: Setting, batches: list[Lengths], simulations: int) -> Plann
     lookahead = Lookahead(planner, planner.best_static(windows[:1]))
     pool, running, spent, total = Pool.empty(), None, [], 0.0
     for number in range(len(batches)):
-        began = time.perf_counter()
+        began = time.process_time()
         decision, pool = lookahead.decide_with(pool, windows[number : number + 4], running)
-        spent.append(time.perf_counter() - began)
+        spent.append(time.process_time() - began)
         batch = windows[number][decision.micro_batching]
         placed = place(planner.units, decision.plan, batch)
         assert placed is not None
         total += prediction(planner.units, decision.plan, batch, placed).seconds
         running = planner.running(decision.plan, batch)
     parts = micro_batches(cut, batches[-1], decision.plan.cut)
-    begin = time.perf_counter()
+    begin = time.process_time()
     made = planner.maker.keep(decision.plan, Batch.of(parts, decision.plan.cut))
-    ready = time.perf_counter()
+    ready = time.process_time()
     package = pack(made, "scale", digest(parts))
-    done = time.perf_counter()
+    done = time.process_time()
     sizes = sorted(map(len, package.parts))
     return Planned(
         total / sum(map(setting.balance, batches)), spent[0], statistics.median(spent[1:] or spent),
