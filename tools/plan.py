@@ -301,11 +301,11 @@ def smallest(
     """What to say of the smallest budget with which all batches fit, given by ``flag``."""
     units = planner.units
 
-    began = time.perf_counter()
+    began = time.process_time()
 
     def fits(budget: int) -> bool:
         chosen = replace(planner.options, budget=budget, simulations=0)
-        bar.update(min(SECONDS, time.perf_counter() - began) - bar.n)
+        bar.update(min(SECONDS, time.process_time() - began) - bar.n)
         try:
             other = Planner(units.config, units.profile, units.cluster, chosen)
             decisions(other, batches, current, static)

@@ -39,10 +39,15 @@ _ALSO = ("micro_batch_size", "micro_batch_tokens", "global_batch_size", "seed", 
 
 @dataclass(frozen=True)
 class Run:
-    """A training command, looked at."""
+    """A training command, looked at.
+
+    Attributes:
+        told: whether it was said for how many workers.
+    """
 
     config: Config
     parts: Parts
+    told: bool = True
 
     @property
     def coefficients(self) -> CostCoefficients:
@@ -69,9 +74,12 @@ class Run:
         """The model and the data in words, as the run would begin with."""
         source = self.parts.train
         assert source is not None
+        number = self.config.devices
+        workers = f" workers: {number}, those of the flags' pipeline; --workers N says for how many"
         return [
             model_line(self.config, self.parts),
             *data_lines(self.config, source, sizes(source)),
+            *([] if self.told else [workers]),
         ]
 
 
@@ -117,7 +125,7 @@ def read_run(
         )  # fmt: skip
     except ArgumentsError:
         raise SystemExit(2) from None  # it has been said
-    return args, Run(config, assemble(config))
+    return args, Run(config, assemble(config), told=args.workers is not None)
 
 
 def _completed(words: Sequence[str]) -> list[str]:

@@ -13,7 +13,8 @@ from collections.abc import Callable
 DIGITS = 3
 """Significant digits of the answer: it is at most 1 % above the smallest."""
 SECONDS = 20.0
-"""How long budgets are tried; what is found by then is good, but perhaps not the smallest."""
+"""Of this process, in which budgets are tried; what is found by then is good, but perhaps not the
+smallest."""
 _GROWTH = 1.25
 _LARGEST = 1e4
 
@@ -27,21 +28,21 @@ def smallest_budget(
         fits: whether a budget of so many bytes does.
         refused: a budget that does not.
         shortfall: a guess at what it lacks.
-        seconds: after which nothing is tried any more.
+        seconds: of processor time, after which nothing is tried any more.
 
     Returns:
         ``None`` if none was found in that time, or none below ten thousand times ``refused``.
     """
-    end = time.monotonic() + seconds
+    end = time.process_time() + seconds
     low, high = refused, refused + max(shortfall, 0.01 * refused)
     step = _step(high)
     while not fits(math.ceil(high / step) * step):
-        if high > _LARGEST * refused or time.monotonic() > end:
+        if high > _LARGEST * refused or time.process_time() > end:
             return None
         low, high = high, high * _GROWTH
         step = _step(high)
     below, found = math.floor(low / step), math.ceil(high / step)
-    while found - below > 1 and time.monotonic() < end:
+    while found - below > 1 and time.process_time() < end:
         middle = (below + found) // 2
         if fits(middle * step):
             found = middle

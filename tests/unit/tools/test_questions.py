@@ -13,6 +13,7 @@ import torch.distributed as dist
 from megatron_flex.arguments import parse
 from megatron_flex.checkpoint.save import save
 from megatron_flex.cluster.profile import Profile
+from megatron_flex.loop.questions import read_run
 from tests.end_to_end import runs
 from tools import plan, profile_layers, report_memory
 
@@ -48,6 +49,15 @@ def test_plan_answers_for_a_runs_own_batches(
     assert text.count("predicted: ") == 2
     assert "on the plan of the flags" in text
     assert text.rstrip().endswith(": 0:4@0,1 | 4:8@2,3")
+
+
+def test_where_nobody_says_for_how_many_workers_the_answer_does(flags: list[str]) -> None:
+    for words, said in ((flags, True), ([*flags, "--workers", "4"], False)):
+        _, run = read_run(plan.parser, words)
+        assert run is not None
+        assert (
+            any("workers: 2, those of the flags' pipeline" in line for line in run.lines()) is said
+        )
 
 
 def test_plan_names_the_smallest_budget_of_a_run_which_is_accepted(
