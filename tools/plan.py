@@ -136,7 +136,11 @@ def parser(beside_a_run: bool = False) -> argparse.ArgumentParser:
 
 def tensor_size(text: str) -> int:
     """A flag's value; 0: to be chosen."""
-    return 0 if text == "auto" else int(text)
+    if text == "auto":
+        return 0
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"'{text}' is neither a number above 0 nor auto")
+    return int(text)
 
 
 def read_batches(args: argparse.Namespace) -> list[list[int]]:

@@ -45,6 +45,10 @@ class TensorParallel:
     size: int = 1
     sequence: bool = False
 
+    def __post_init__(self) -> None:
+        if self.size < 1:
+            raise ValueError(f"--tensor-model-parallel-size must be at least 1, not {self.size}")
+
     @property
     def shards(self) -> int:
         """Parts that the tokens between the products are in."""
