@@ -243,6 +243,7 @@ def _serve(connection: Connection, log: str) -> None:
         except Exception as error:  # a result that cannot be pickled
             trace = traceback.format_exc()
             _send(connection, _Answer(time.monotonic(), None, type(error).__name__, trace))
+        del answer  # its tensors would count as memory of the next job
 
 
 def _run_job(
