@@ -26,7 +26,7 @@ RUN CUDAARCHS=${CUDAARCHS:-} pip install --no-cache-dir --no-build-isolation -c 
 FROM ${BASE}
 ENV DEBIAN_FRONTEND=noninteractive
 RUN apt-get update \
-    && apt-get install -y --no-install-recommends g++ python3 \
+    && apt-get install -y --no-install-recommends python3 \
     && rm -rf /var/lib/apt/lists/*
 COPY --from=build /opt/megatron-flex /opt/megatron-flex
 ENV PATH=/opt/megatron-flex/bin:$PATH
