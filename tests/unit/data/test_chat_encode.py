@@ -366,6 +366,11 @@ def test_where_long_conversations_are_rewritten_each_answer_is_looked_at(plain: 
     assert found is not None
     assert len(found) == 2
     assert notes == (REWRITES,)
+    # All of it is otherwise with every turn, and answers stand in it as they do in others.
+    counting = encoder(plain, "{{ messages | length }}\n" + template("chatml"))
+    found, notes = counting.several(line({"messages": HELLO * 13}))
+    assert found is None
+    assert notes == ("the chat template's generation prompt is not how it begins the answer",)
 
 
 def test_only_one_of_several_templates_may_mark_what_is_generated(plain: Path) -> None:

@@ -98,6 +98,7 @@ def test_a_completion_ends_at_a_row_of_tokens_and_at_the_last_position() -> None
     assert [ended([1, 2, 3], stops) for stops in ([(3,)], [(1, 2)], [(2, 3)], [()], [])] == [
         1, 0, 2, 0, 0,
     ]  # fmt: skip
+    assert ended([1, 2, 3], [(9, 3)]) == 0
     config = make_config(max_position_embeddings=12)
     blocks = build_model(config)
     for block in blocks:
