@@ -113,11 +113,12 @@ class Batch:
     def start_again(self) -> None:
         """Wait until the job is back in the queue, and let it start without Slurm's delay.
 
-        The delay lets the old srun end, which kills the step of its number: the new one's.
+        The delay lets the old srun end, which kills the step of its number: the new one's. And a
+        slurmd refuses a job that begins in the second in which it ended (credential revoked).
         """
         self.wait("back in the queue", lambda: self.is_("PENDING"))
         self.wait("the end of all processes", lambda: not slurm.processes(self.id))
-        self.cluster.run("scontrol", "update", f"JobId={self.id}", "StartTime=now")
+        self.cluster.run("scontrol", "update", f"JobId={self.id}", "StartTime=now+3")
 
 
 def trained_alone(workers: WorkerPool, argv: Sequence[str]) -> dict[int, list[float]]:
