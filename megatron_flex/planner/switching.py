@@ -30,6 +30,7 @@ from megatron_flex.planner.build import ModelCosts
 from megatron_flex.planner.plan import Plan, Stage
 from megatron_flex.planner.tables import Array, Arrivals, BoolArray, IntArray
 from megatron_flex.schedule.slabs import slab_holders
+from megatron_flex.schedule.transition import Senders
 
 SwitchMode = Literal["live", "handover", "stall", "restart"]
 
@@ -212,10 +213,10 @@ def joiner_bytes(costs: ModelCosts, slab: int) -> float:
 
 
 def _moves(costs: ModelCosts, running: Running, plan: Plan, early: bool) -> list[Move]:
-    """What must travel. Sources: on the same server if possible, the least loaded first."""
+    """What must travel."""
     before, after = slab_holders(running.plan, costs.layers), slab_holders(plan, costs.layers)
     spare = list(running.spare)
-    load: dict[int, float] = defaultdict(float)
+    senders = Senders(costs.cluster.devices_per_server)
     moves = []
     for slab, (old, new) in enumerate(zip(before, after, strict=True)):
         size = travelling(costs, slab, len(new))
@@ -232,9 +233,7 @@ def _moves(costs: ModelCosts, running: Running, plan: Plan, early: bool) -> list
             sources = [d for d in old if d != device]
             if not sources or need <= 0:
                 continue
-            server = costs.cluster.server_of(device)
-            source = min(sources, key=lambda d: (costs.cluster.server_of(d) != server, load[d], d))
-            load[source] += need
+            source = senders.of(device, sources, need)
             fits = early and spare[device] >= room
             if fits:
                 spare[device] -= room

@@ -86,6 +86,26 @@ class Transition:
         return {slab: tuple(sorted(targets)) for slab, targets in found.items()}
 
 
+class Senders:
+    """Who sends the state of a switch, in its price and in its execution.
+
+    Of the devices that can, one of the target's own server; then the one that has least to send so
+    far, then the lowest number.
+    """
+
+    def __init__(self, server_size: int) -> None:
+        self._server_size = server_size
+        self._load: dict[int, float] = {}
+
+    def of(self, target: int, able: Sequence[int], size: float) -> int:
+        """The device that sends ``size`` bytes to ``target``."""
+        server = target // self._server_size
+        near = [d for d in able if d // self._server_size == server] or able
+        source = min(near, key=lambda d: (self._load.get(d, 0.0), d))
+        self._load[source] = self._load.get(source, 0.0) + size
+        return source
+
+
 def transition(
     plan: Plan,
     next_plan: Plan,
@@ -106,18 +126,10 @@ def transition(
         elements: padded elements of every slab; needed where sharded state is cut anew.
 
     A target's source is a device that holds the slab in ``plan``; among them one that keeps it is
-    no better than one that drops it. Ties go to the least loaded, then the lowest number.
+    no better than one that drops it (:class:`Senders`).
     """
     before, after = slab_holders(plan, layers), slab_holders(next_plan, layers)
-    load: dict[int, float] = {}
-
-    def source_of(target: int, able: Sequence[int], size: float) -> int:
-        server = target // server_size
-        near = [d for d in able if d // server_size == server] or able
-        source = min(near, key=lambda d: (load.get(d, 0.0), d))
-        load[source] = load.get(source, 0.0) + size
-        return source
-
+    senders = Senders(server_size)
     anew = cuts(plan, next_plan, layers, elements)
     moves, pieces = [], []
     for slab, (old, new) in enumerate(zip(before, after, strict=True)):
@@ -126,11 +138,11 @@ def transition(
             whole = max(1, elements[slab])
             for target, part in anew[slab].after.items():
                 for start, stop, able in _parts(part, anew[slab].before, target):
-                    source = source_of(target, able, size * (stop - start) / whole)
+                    source = senders.of(target, able, size * (stop - start) / whole)
                     pieces.append(Piece(slab, target, start, stop, source))
             continue
         for target in (d for d in new if d not in old):
-            source = source_of(target, old, size)
+            source = senders.of(target, old, size)
             early = late is not None and (slab, target) not in late
             moves.append(Move(slab, target, source, early))
     drops = tuple(
