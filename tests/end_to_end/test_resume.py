@@ -285,9 +285,8 @@ def test_a_converted_checkpoint_is_evaluated_by_its_own_arguments(
         3e-7,
         "losses",
     )
-    # Training goes on by fine-tuning alone, and that is said.
-    for more in ([], ["--no-load-optim"], ["--no-load-optim", "--no-load-rng"]):
-        with pytest.raises(WorkerError, match=r"load with --no-load-optim|no seed|--finetune"):
-            runs.run(workers, 1, [*words, *more])
+    # Training goes on from where it was, or anew.
+    longer = [*words, "--train-iters", "5", "--override-opt_param-scheduler"]
+    assert len(runs.run(workers, 2, longer).losses) == 2
     tuned = runs.run(workers, 2, [*words, "--finetune"])
     assert len(tuned.losses) == 3
