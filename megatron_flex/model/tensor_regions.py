@@ -29,15 +29,19 @@ def add_up(x: Tensor, group: TensorGroup) -> Tensor:
     return out
 
 
-class _AddUpRows(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, group):  # type: ignore[no-untyped-def]
-        ctx.group, ctx.tokens = group, x.shape[0]
-        return group.begin_shared_sum(x).wait()
+class _ToRows(torch.autograd.Function):
+    """From ``[T, ...]`` to this worker's rows: the gradients of all rows come together again."""
 
     @staticmethod
     def backward(ctx, grad):  # type: ignore[no-untyped-def]
         return ctx.group.gather(grad)[: ctx.tokens], None
+
+
+class _AddUpRows(_ToRows):
+    @staticmethod
+    def forward(ctx, x, group):  # type: ignore[no-untyped-def]
+        ctx.group, ctx.tokens = group, x.shape[0]
+        return group.begin_shared_sum(x).wait()
 
 
 def leave(x: Tensor, group: TensorGroup) -> Tensor:
@@ -51,15 +55,11 @@ def leave(x: Tensor, group: TensorGroup) -> Tensor:
     return out
 
 
-class _Divide(torch.autograd.Function):
+class _Divide(_ToRows):
     @staticmethod
     def forward(ctx, x, group):  # type: ignore[no-untyped-def]
         ctx.group, ctx.tokens = group, x.shape[0]
         return group.share(x)
-
-    @staticmethod
-    def backward(ctx, grad):  # type: ignore[no-untyped-def]
-        return ctx.group.gather(grad)[: ctx.tokens], None
 
 
 def divide(x: Tensor, group: TensorGroup) -> Tensor:

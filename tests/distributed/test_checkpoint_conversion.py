@@ -15,7 +15,6 @@ from megatron_flex.checkpoint.conversion.legacy import read_legacy, write_legacy
 from megatron_flex.checkpoint.conversion.torch_dist import read_torch_dist, write_torch_dist
 from megatron_flex.checkpoint.conversion.weights import Weights
 from megatron_flex.model.config import ModelConfig
-from megatron_flex.model.megatron import transformer_config
 from tests.distributed.pool import WorkerPool
 from tests.unit.checkpoint.test_conversion import GPT, random_weights
 
@@ -23,28 +22,17 @@ from tests.unit.checkpoint.test_conversion import GPT, random_weights
 def _model(config: ModelConfig) -> Any:
     """This rank's part of a GPTModel under tensor parallelism 2, pipeline parallelism 2."""
     from megatron.core import parallel_state
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-    from megatron.core.models.gpt.gpt_model import GPTModel
 
-    from tests.unit.model.reference import DenseAttention
+    from tests.unit.model.reference import gpt_model
 
     parallel_state.initialize_model_parallel(2, 2)
-    spec = get_gpt_layer_local_spec(normalization=config.normalization)
-    spec.submodules.self_attention.submodules.core_attention = DenseAttention
-    return GPTModel(
-        dataclasses.replace(
-            transformer_config(config),
-            tensor_model_parallel_size=2,
-            pipeline_model_parallel_size=2,
-            pipeline_dtype=torch.float32,
-        ),
-        spec,
-        vocab_size=config.padded_vocab_size,
-        max_sequence_length=config.max_position_embeddings,
+    return gpt_model(
+        config,
         pre_process=parallel_state.is_pipeline_first_stage(),
         post_process=parallel_state.is_pipeline_last_stage(),
-        share_embeddings_and_output_weights=config.layers.tied,
-        position_embedding_type=config.position_embedding_type,
+        tensor_model_parallel_size=2,
+        pipeline_model_parallel_size=2,
+        pipeline_dtype=torch.float32,
     )
 
 

@@ -12,7 +12,6 @@ import torch.distributed as dist
 
 from megatron_flex.data.cut import Cut
 from megatron_flex.data.microbatches import CostCoefficients
-from megatron_flex.model.blocks import Block, build_block
 from megatron_flex.model.config import ModelConfig
 from megatron_flex.model.initialize import take
 from megatron_flex.model.tensor_cut import cut_of, full_shape, is_partial
@@ -21,6 +20,8 @@ from megatron_flex.runtime.world import World
 from tests.close import assert_close
 from tests.distributed import jobs
 from tests.distributed.pool import WorkerPool
+from tests.distributed.test_exactness import UNTIED as WITHOUT_QK_NORMS
+from tests.distributed.test_exactness import reference
 from tests.unit.model.support import (
     build_model,
     make_batch,
@@ -28,7 +29,6 @@ from tests.unit.model.support import (
     make_config,
     named_parameters,
     run,
-    split_batch,
 )
 
 DROPOUT = {"hidden_dropout": 0.2, "attention_dropout": 0.2}
@@ -47,15 +47,6 @@ MODELS: dict[str, ModelConfig] = {
     "post-norm": make_config(apply_residual_connection_post_layernorm=True),
     "bert": make_bert(**DROPOUT),
 }
-
-
-def _shared_model(config: ModelConfig, group: TensorGroup) -> list[Block]:
-    blocks = [build_block(unit, config, group=group) for unit in config.layers.units]
-    tied = config.layers.tied_slab
-    if tied is not None:
-        for name, parameter in blocks[0].slab_parameters()[tied].items():
-            blocks[-1].bind(name, parameter)
-    return blocks
 
 
 def _randomize(
@@ -82,7 +73,7 @@ def _as_alone(config: ModelConfig, sequence_parallel: bool) -> None:
     """Loss and gradients of a model shared by all ranks, and of one on this rank alone."""
     size = dist.get_world_size()
     group = _world(size, sequence_parallel).tensor
-    alone, shared = build_model(config), _shared_model(config, group)
+    alone, shared = build_model(config), build_model(config, group)
     expected, actual = named_parameters(alone), named_parameters(shared)
     solo = TensorGroup()
     _randomize(expected, config, solo)
@@ -126,47 +117,21 @@ def test_by_four(workers: WorkerPool, sequence_parallel: bool) -> None:
 
 def _as_megatron(config: ModelConfig) -> None:
     """The same weights in megatron-core's own GPTModel, shared by the same ranks."""
-    from unittest import mock
-
     from megatron.core import parallel_state
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-    from megatron.core.models.gpt.gpt_model import GPTModel
 
-    from megatron_flex.model.megatron import transformer_config
-    from tests.unit.model.reference import DenseAttention, copy_weights
+    from tests.unit.model.reference import copy_weights, gpt_loss, gpt_model, rotary_on_cpu
 
     size = dist.get_world_size()
     group = _world(size, False).tensor
-    blocks = _shared_model(config, group)
+    blocks = build_model(config, group)
     ours = named_parameters(blocks)
     _randomize(ours, config, group)
     parallel_state.initialize_model_parallel(size)
-    spec = get_gpt_layer_local_spec(
-        qk_layernorm=config.qk_layernorm, normalization=config.normalization
-    )
-    spec.submodules.self_attention.submodules.core_attention = DenseAttention
     batch = make_batch((17, 6), config)
-    with mock.patch.object(torch.cuda, "current_device", return_value="cpu"):
-        model = GPTModel(
-            dataclasses.replace(
-                transformer_config(config),
-                use_te_activation_func=False,
-                tensor_model_parallel_size=size,
-            ),
-            spec,
-            vocab_size=config.padded_vocab_size,
-            max_sequence_length=config.max_position_embeddings,
-            share_embeddings_and_output_weights=config.layers.tied,
-            position_embedding_type=config.position_embedding_type,
-        )
+    with rotary_on_cpu():
+        model = gpt_model(config, tensor_model_parallel_size=size)
         theirs = copy_weights(ours, model)
-        total = torch.zeros(())
-        for part in split_batch(batch):
-            assert part.tokens is not None
-            assert part.labels is not None
-            positions = torch.arange(len(part.tokens))[None]
-            losses = model(part.tokens[None], positions, None, labels=part.labels[None])
-            total = total + (losses[0] * part.loss_mask).sum()
+        total = gpt_loss(model, batch)
         total.backward()
     loss = run(blocks, batch)
     loss.backward()
@@ -191,8 +156,6 @@ def test_it_is_what_megatron_cores_own_layers_compute(workers: WorkerPool, model
 
 # ---- training ------------------------------------------------------------------------------------
 
-_references: dict[str, jobs.Merged] = {}
-
 
 def train(
     workers: WorkerPool, config: ModelConfig, plan: Any, size: int, **more: Any
@@ -200,25 +163,7 @@ def train(
     return jobs.merge(workers.run(size, jobs.train, config, plan, **more))
 
 
-def reference(workers: WorkerPool, config: ModelConfig, **more: Any) -> jobs.Merged:
-    """One process's run, made once."""
-    key = repr((config, sorted(more.items(), key=str)))
-    if key not in _references:
-        whole = f"0:{config.layers.num_units}@0"
-        _references[key] = train(workers, config, whole, 1, **more)
-    return _references[key]
-
-
-UNTIED = dataclasses.replace(
-    jobs.TINY,
-    untie_embeddings_and_output_weights=True,
-    position_embedding_type="rope",
-    normalization="RMSNorm",
-    swiglu=True,
-    num_query_groups=2,
-    add_bias_linear=False,
-    qk_layernorm=True,
-)
+UNTIED = dataclasses.replace(WITHOUT_QK_NORMS, qk_layernorm=True)
 GPT, BERT = jobs.TINY, dataclasses.replace(jobs.BERT, num_layers=3)
 CASES: dict[str, tuple[ModelConfig, str, int, int, dict[str, Any]]] = {
     "TP 2": (GPT, "0:8@0", 2, 2, {}),

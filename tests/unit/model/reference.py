@@ -16,8 +16,10 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
+from megatron_flex.data.packed import PackedBatch
 from megatron_flex.model.config import ModelConfig
 from megatron_flex.model.megatron import AttnMaskType, transformer_config
+from tests.unit.model.support import split_batch
 
 
 @contextlib.contextmanager
@@ -58,8 +60,14 @@ class DenseAttention(torch.nn.Module):
         return torch.einsum("bhqk,kbhd->qbhd", scores.softmax(-1), value).flatten(2)
 
 
-def gpt_model(config: ModelConfig) -> torch.nn.Module:
-    """``GPTModel`` of the same shape; its weights are to be replaced."""
+def gpt_model(
+    config: ModelConfig, *, pre_process: bool = True, post_process: bool = True, **parallel: Any
+) -> torch.nn.Module:
+    """``GPTModel`` of the same shape; its weights are to be replaced.
+
+    ``parallel``: what its configuration says of the ranks over which ``parallel_state`` divides it;
+    the others are ``GPTModel``'s own.
+    """
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.models.gpt.gpt_model import GPTModel
 
@@ -68,10 +76,16 @@ def gpt_model(config: ModelConfig) -> torch.nn.Module:
     )
     spec.submodules.self_attention.submodules.core_attention = DenseAttention
     return GPTModel(
-        dataclasses.replace(transformer_config(config), use_te_activation_func=False),
+        dataclasses.replace(
+            transformer_config(config),
+            use_te_activation_func=False,
+            **parallel,
+        ),
         spec,
         vocab_size=config.padded_vocab_size,
         max_sequence_length=config.max_position_embeddings,
+        pre_process=pre_process,
+        post_process=post_process,
         share_embeddings_and_output_weights=config.layers.tied,
         position_embedding_type=config.position_embedding_type,
         rotary_percent=config.rotary_percent,
@@ -103,6 +117,19 @@ def bert_model(config: ModelConfig) -> torch.nn.Module:
             rotary_percent=config.rotary_percent,
             add_binary_head=config.binary_head,
         )
+
+
+def gpt_loss(model: torch.nn.Module, batch: PackedBatch) -> torch.Tensor:
+    """The sum of a ``GPTModel``'s losses over the samples of a micro-batch, one after the other."""
+    total = torch.zeros(())
+    for part in split_batch(batch):
+        assert part.tokens is not None
+        assert part.labels is not None
+        assert part.loss_mask is not None
+        positions = torch.arange(len(part.tokens))[None]
+        losses = model(part.tokens[None], positions, None, labels=part.labels[None])
+        total = total + (losses[0] * part.loss_mask).sum()
+    return total
 
 
 @contextlib.contextmanager

@@ -10,6 +10,7 @@ import torch
 from megatron_flex.data.packed import PackedBatch
 from megatron_flex.model.blocks import Block, build_block
 from megatron_flex.model.config import ModelConfig
+from megatron_flex.model.tensor_group import SOLO, TensorGroup
 
 
 def make_config(**changes: Any) -> ModelConfig:
@@ -39,9 +40,12 @@ def make_bert(**changes: Any) -> ModelConfig:
     return make_config(**{**values, **changes})
 
 
-def build_model(config: ModelConfig) -> list[Block]:
-    """All units of the model on this process, with one shared tied embedding."""
-    blocks = [build_block(unit, config) for unit in config.layers.units]
+def build_model(config: ModelConfig, group: TensorGroup = SOLO) -> list[Block]:
+    """All units of the model on this process, with one shared tied embedding.
+
+    Of units that ``group`` shares, this worker's parts.
+    """
+    blocks = [build_block(unit, config, group=group) for unit in config.layers.units]
     tied = config.layers.tied_slab
     if tied is not None:
         for name, parameter in blocks[0].slab_parameters()[tied].items():
