@@ -50,6 +50,7 @@ from megatron_flex.data.prompts import Asked, Prompt, Prompts, read_asked
 from megatron_flex.loop.local_model import end_tokens, local_blocks
 from megatron_flex.model.decode import Completion, complete, room
 from megatron_flex.model.sampling import Sampler, Sampling
+from megatron_flex.telemetry.files import replace
 from megatron_flex.tokenizers.base import Tokenizer, TokenizerError
 from megatron_flex.tokenizers.build import TYPES, build_tokenizer
 from megatron_flex.tokenizers.chat_template import find_template, home
@@ -212,9 +213,7 @@ def generate(flags: Namespace) -> None:
     print(f"{count} tokens in {seconds:.1f} s ({count / seconds:.0f} a second)", file=sys.stderr)
     if out is not None:
         lines = (json.dumps(record, ensure_ascii=False) + "\n" for record in records)
-        temporary = out.with_name(f".tmp-{out.name}")
-        temporary.write_text("".join(lines), encoding="utf-8")
-        temporary.replace(out)
+        replace(out, (line.encode() for line in lines))
 
 
 def main(words: list[str] | None = None) -> int:

@@ -48,7 +48,7 @@ from megatron_flex.model.config import ModelConfig
 from megatron_flex.model.tensor_cut import check
 from megatron_flex.planner.budget import SECONDS, budget_advice, smallest_budget
 from megatron_flex.planner.build import Batch
-from megatron_flex.planner.closed_form import closed_form_profile, with_shared_layers
+from megatron_flex.planner.closed_form import run_profile
 from megatron_flex.planner.decision import Decision, Infeasible
 from megatron_flex.planner.explain import explain
 from megatron_flex.planner.flops import model_work, total_work
@@ -218,10 +218,8 @@ def described(args: argparse.Namespace, config: ModelConfig) -> tuple[Planner, l
     chosen = options(args)
     check(config, chosen.tensor_size, vocabulary=False)
     cluster = load(args.cluster).grouped(chosen.tensor_size)
-    profile = closed_form_profile(config, cluster, chosen.tensor)
-    if args.profile:
-        measured = Profile.load(args.profile)
-        profile = with_shared_layers(config, measured, cluster, chosen.tensor)
+    given = Profile.load(args.profile) if args.profile else None
+    profile = run_profile(config, cluster, chosen.tensor, given)
     if (doubt := profile.doubt(None)) is not None:
         print(f"plan: warning: {doubt}", file=sys.stderr)
     planner, among = Planner(config, profile, cluster, chosen), cuts(args, config)

@@ -12,7 +12,7 @@ from megatron_flex.cluster.profile import Profile
 from megatron_flex.config.config import Config
 from megatron_flex.model.config import ModelConfig
 from megatron_flex.planner.build import ModelCosts
-from megatron_flex.planner.closed_form import closed_form_profile, with_shared_layers
+from megatron_flex.planner.closed_form import run_profile
 from megatron_flex.planner.options import PlannerOptions
 from megatron_flex.planner.planner import Planner
 from megatron_flex.runtime.world import server_size
@@ -60,19 +60,14 @@ def planner_options(config: Config) -> PlannerOptions:
     )
 
 
-def profile_text(config: Config) -> str | None:
-    """What ``--flexpipe-profile`` says, as JSON."""
+def given_profile(config: Config) -> Profile | None:
+    """What ``--flexpipe-profile`` says."""
     path = config.flexpipe.flexpipe_profile
-    return None if path is None else Profile.load(Path(path)).to_json()
+    return None if path is None else Profile.load(Path(path))
 
 
 def unit_costs(config: Config, model: ModelConfig) -> ModelCosts:
     """What each unit of the model costs."""
-    cluster, given = cluster_of(config, config.devices), profile_text(config)
-    options = planner_options(config)
-    profile = (
-        closed_form_profile(model, cluster, options.tensor)
-        if given is None
-        else with_shared_layers(model, Profile.from_json(given), cluster, options.tensor)
-    )
+    cluster, options = cluster_of(config, config.devices), planner_options(config)
+    profile = run_profile(model, cluster, options.tensor, given_profile(config))
     return Planner(model, profile, cluster, options).units

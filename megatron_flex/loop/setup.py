@@ -7,7 +7,7 @@ from megatron_flex.config.config import Config
 from megatron_flex.data.microbatches import CostCoefficients
 from megatron_flex.loop.assemble import Parts
 from megatron_flex.loop.cutting import run_cut
-from megatron_flex.loop.devices import cluster_of, planner_options, profile_text
+from megatron_flex.loop.devices import cluster_of, given_profile, planner_options
 from megatron_flex.planner.messages import Setup
 
 
@@ -20,11 +20,12 @@ def planner_setup(
 
     Raises ``ValueError`` naming the flag.
     """
-    f = config.flexpipe
+    f, cluster = config.flexpipe, cluster_of(config, devices)
+    given = given_profile(config)
     return Setup(
         parts.model,
-        description(cluster_of(config, devices)),
-        profile_text(config),
+        description(cluster),
+        None if given is None else given.to_json(),
         planner_options(config),
         run_cut(config, coefficients, parts.model),
         str(parts.plan),

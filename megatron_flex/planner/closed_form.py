@@ -33,6 +33,15 @@ def closed_form_profile(
     return with_shared_layers(config, _whole_layers(config, cluster), cluster, tensor)
 
 
+def run_profile(
+    config: ModelConfig, cluster: Cluster, tensor: TensorParallel, given: Profile | None
+) -> Profile:
+    """What a run plans by: the profile that it is given, or what is described."""
+    if given is None:
+        return closed_form_profile(config, cluster, tensor)
+    return with_shared_layers(config, given, cluster, tensor)
+
+
 def with_shared_layers(
     config: ModelConfig, profile: Profile, cluster: Cluster, tensor: TensorParallel
 ) -> Profile:

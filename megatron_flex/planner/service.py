@@ -33,7 +33,7 @@ from megatron_flex.planner import frames
 from megatron_flex.planner.budget import budget_advice, smallest_budget
 from megatron_flex.planner.build import Batch
 from megatron_flex.planner.candidates import Candidate, Finder
-from megatron_flex.planner.closed_form import closed_form_profile, with_shared_layers
+from megatron_flex.planner.closed_form import run_profile
 from megatron_flex.planner.decision import Decision, Infeasible
 from megatron_flex.planner.exhaustive import exhaustive
 from megatron_flex.planner.hbsa import Hbsa
@@ -64,14 +64,8 @@ class Service:
     def __init__(self, setup: Setup) -> None:
         self._setup = setup
         self._cluster: Cluster = parse_cluster(setup.cluster)
-        tensor = setup.options.tensor
-        self._profile = (
-            closed_form_profile(setup.model, self._cluster, tensor)
-            if setup.profile is None
-            else with_shared_layers(
-                setup.model, Profile.from_json(setup.profile), self._cluster, tensor
-            )
-        )
+        given = None if setup.profile is None else Profile.from_json(setup.profile)
+        self._profile = run_profile(setup.model, self._cluster, setup.options.tensor, given)
         self._static = Plan.parse(setup.static)
         self._best_static: Plan | None = None
         self._ratios: deque[float] = deque(maxlen=REMEMBERED)
