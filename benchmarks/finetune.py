@@ -1,7 +1,10 @@
 """Fine-tuning on real conversations: --flexpipe against an even pipeline, conversations a second.
 
     python benchmarks/finetune.py                      about 6 minutes on two idle cores
-    python benchmarks/finetune.py --workers 4 --iterations 40 --repeats 3
+    python benchmarks/finetune.py --workers 4 --iterations 60 --repeats 3
+
+Give no more workers than there are idle cores: where they share them nothing waits, and no layout
+can gain anything.
 
 Data: the dialogues of chitchat-dataset that have an answer (pip install chitchat-dataset), as
 ChatML, the loss on the answers; made once, in --directory. Both runs train the same model from the
@@ -114,8 +117,8 @@ def main() -> None:
     """Run and print."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--directory", type=Path, default=ROOT / "runs" / "benchmarks" / "finetune")
-    parser.add_argument("--workers", type=int, default=4)
-    parser.add_argument("--iterations", type=int, default=30)
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--iterations", type=int, default=40)
     parser.add_argument("--warmup", type=int, default=10, help="iterations that are not timed")
     parser.add_argument("--repeats", type=int, default=2, help="runs of each")
     parser.add_argument("--layers", type=int, default=4)

@@ -103,7 +103,8 @@ class FlexpipeOptions:
 
     flexpipe_simulations: str = option("auto", own=True)
     """Plans that a decision of the planner simulates before it chooses; 0: none, it goes by its
-    closed form. auto: as many as fit into 30 % of an iteration's time; the log has the number."""
+    closed form. auto: as many as fit into 30 % of an iteration's time, or 3 % where training
+    leaves no core of the server free; the log has the number."""
 
     flexpipe_unit: Literal["block", "layer"] = option("block", own=True)
     """What stages are cut between: halves of layers, or whole layers as in the paper."""

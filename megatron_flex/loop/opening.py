@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from megatron_flex.data.batches import BatchSource
 from megatron_flex.data.microbatches import CostCoefficients
 from megatron_flex.data.samples import WORTH_A_WARNING
 from megatron_flex.loop.assemble import Parts
+from megatron_flex.loop.cores import crowding
 from megatron_flex.loop.progress import Progress
 from megatron_flex.loop.setup import planner_setup
 from megatron_flex.planner.memory import total_parameters
@@ -23,7 +23,6 @@ from megatron_flex.planner.plan import Plan
 from megatron_flex.planner.service import Service
 from megatron_flex.planner.ways import ways
 from megatron_flex.quantities import count, duration
-from megatron_flex.runtime.world import server_size
 
 _PIECE = 1 << 22  # samples looked at at a time
 _SAMPLED = 1 << 16  # lengths that the median is taken of
@@ -169,11 +168,3 @@ def predicted(
             finder = planner.finder(ways(setup.cut, lengths.tolist(), devices))
             times.append(finder.best_of(plan, None, "now").price.seconds)
     return crowding(config.world_size) * sum(times) / len(times)
-
-
-def crowding(world_size: int) -> float:
-    """How many workers' threads share a core, at least one."""
-    if torch.cuda.is_available():
-        return 1.0
-    threads = server_size(world_size) * torch.get_num_threads()
-    return max(1.0, threads / len(os.sched_getaffinity(0)))

@@ -6,6 +6,7 @@ from megatron_flex.cluster.cluster import description
 from megatron_flex.config.config import Config
 from megatron_flex.data.microbatches import CostCoefficients
 from megatron_flex.loop.assemble import Parts
+from megatron_flex.loop.cores import planning_part
 from megatron_flex.loop.cutting import run_cut
 from megatron_flex.loop.devices import cluster_of, given_profile, planner_options
 from megatron_flex.planner.messages import Setup
@@ -30,5 +31,6 @@ def planner_setup(
         run_cut(config, coefficients, parts.model),
         str(parts.plan),
         f.flexpipe_switch,
+        part=planning_part(config.world_size),
         times=f.flexpipe_trace is not None,
     )

@@ -12,6 +12,7 @@ from megatron_flex.data.cut import Cut
 from megatron_flex.model.config import ModelConfig
 from megatron_flex.planner.decision import Decision
 from megatron_flex.planner.options import PlannerOptions
+from megatron_flex.planner.pace import PART
 from megatron_flex.planner.package import Package
 
 
@@ -21,6 +22,7 @@ class Setup:
 
     Attributes:
         switch: how plans change, as ``--flexpipe-switch`` says.
+        part: of an iteration, for a decision (``planner/pace.py``).
         times: workers are sent the predicted times of their operations.
     """
 
@@ -31,6 +33,7 @@ class Setup:
     cut: Cut
     static: str
     switch: str = "live"
+    part: float = PART
     times: bool = False
 
     def to_json(self) -> dict[str, Any]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 PART = 0.3
 """Of an iteration, for the decision that is made meanwhile."""
+CROWDED_PART = 0.03
+"""The same where the workers leave no core free: what is planned then, is not trained."""
 LEAST, MOST = 4, 1000
 """Bounds of the number."""
 START = 500.0
@@ -19,7 +21,8 @@ class Pace:
     decision is repeated with that.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, part: float = PART) -> None:
+        self.part = part
         self.rate = START
         self.before = 0.0
 
@@ -31,5 +34,5 @@ class Pace:
 
     def simulations(self, iteration: float) -> int:
         """How many fit into the part of an iteration of so many seconds."""
-        room = PART * iteration - self.before
+        room = self.part * iteration - self.before
         return round(min(max(room * self.rate, LEAST), MOST))

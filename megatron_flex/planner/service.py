@@ -70,7 +70,7 @@ class Service:
         self._best_static: Plan | None = None
         self._ratios: deque[float] = deque(maxlen=REMEMBERED)
         self._memory: deque[float] = deque(maxlen=REMEMBERED)
-        self._pace = Pace()
+        self._pace = Pace(setup.part)
         self._before = 0.0  # seconds of the latest decision before its simulations
         self._pool = Pool.empty()
         self._plan_with(1.0)
