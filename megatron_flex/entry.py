@@ -24,6 +24,9 @@ def pretrain_main(architecture: Architecture) -> NoReturn:
     def main() -> None:
         # Must be set before torch is imported. Its C++ warnings come with stack traces.
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+        # NCCL's messages wait on the GPU. Where streams share a queue to it, what is computed may
+        # stand behind a message that waits for it. Scripts for Megatron-LM often say 1.
+        os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "32"
         for message in _SAID_FOR_NOTHING:
             warnings.filterwarnings("ignore", message=message)
         config = parse(

@@ -192,6 +192,8 @@ def _link(times: Sequence[float]) -> Link:
 def _exchange(rank: int, path: str, backend: str, queue: mp.SimpleQueue) -> None:
     dist.init_process_group(backend, init_method=f"file://{path}", rank=rank, world_size=2)
     device = torch.device("cuda", rank) if backend == "nccl" else torch.device("cpu")
+    if backend == "nccl":
+        torch.cuda.set_device(device)  # that of barriers
     times = []
     for size in (SMALL, LARGE):
         data = torch.zeros(size, dtype=torch.uint8, device=device)
@@ -284,7 +286,9 @@ def _rank(
 ) -> None:
     cuda = kind == "cuda"
     device = torch.device("cuda", index) if cuda else torch.device("cpu")
-    if not cuda:
+    if cuda:
+        torch.cuda.set_device(device)  # where kernels of ours run
+    else:
         torch.set_num_threads(1)
     backend = "nccl" if cuda else "gloo"
     dist.init_process_group(

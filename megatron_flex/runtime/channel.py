@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Protocol
 
 import torch
 import torch.distributed as dist
+
+_NO_LIMIT = timedelta(0)
+"""Waiting ends with the group's own time-out."""
 
 
 class Message(Protocol):
@@ -55,6 +59,9 @@ class Channel:
 
     Peers are devices. Where ``sharing`` workers are one device, the one number ``index`` of each
     talks to that number of the others.
+
+    ``lazy``: a connection is made by the first message between two peers, and both hosts wait for
+    each other meanwhile, in receives that are posted ahead too (NCCL). See :meth:`connect`.
     """
 
     rank: int
@@ -63,6 +70,8 @@ class Channel:
     staged: bool = False
     index: int = 0
     sharing: int = 1
+    lazy: bool = False
+    _connected: set[int] = field(default_factory=set, compare=False)
 
     @classmethod
     def create(cls, device: torch.device, timeout: timedelta, sharing: int = 1) -> Channel:
@@ -70,7 +79,21 @@ class Channel:
         up, down = (dist.new_group(timeout=timeout) for _ in range(2))
         staged = device.type != "cpu" and dist.get_backend() == "gloo"
         rank, index = divmod(dist.get_rank(), sharing)
-        return cls(rank, up, down, staged, index, sharing)
+        return cls(rank, up, down, staged, index, sharing, dist.get_backend() == "nccl")
+
+    def connect(self, peers: Iterable[int], device: torch.device) -> None:
+        """Have connections to ``peers``, which call this too. Nothing may be on its way.
+
+        Does nothing unless the channel is ``lazy``, or for peers that were connected before.
+        """
+        if not self.lazy:
+            return
+        for peer in meetings(self.rank, set(peers) - self._connected):
+            word = torch.zeros(1, device=device)
+            ways = [self.send, self.receive]
+            for way in ways if peer > self.rank else reversed(ways):
+                way(word, peer).wait(_NO_LIMIT)
+            self._connected.add(peer)
 
     def send(self, tensor: torch.Tensor, peer: int) -> Message:
         """Begin to send; ``tensor`` must stay as it is until the message is done."""
@@ -94,3 +117,12 @@ class Channel:
     @staticmethod
     def _host(tensor: torch.Tensor) -> torch.Tensor:
         return torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
+
+
+def meetings(rank: int, peers: Iterable[int]) -> list[int]:
+    """The order in which a worker meets its peers one by one, so that all meet.
+
+    All pairs have one order, by the lower of both and then the higher, so nobody waits for a peer
+    that waits for another.
+    """
+    return sorted(peers, key=lambda peer: (min(peer, rank), max(peer, rank)))

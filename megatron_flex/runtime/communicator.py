@@ -7,6 +7,7 @@ time, so that the peer's send completes while this worker still computes.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Iterable
 
@@ -53,9 +54,14 @@ class Communicator:
         self._expected: deque[Transfer] = deque()
         self._posted: deque[tuple[Transfer, torch.Tensor, Message]] = deque()
         self._sent = Deliveries(world)
+        self._divided = 0
 
-    def expect(self, instructions: Iterable[Instruction]) -> None:
-        """Start an iteration whose receives are those among ``instructions``, in that order."""
+    def expect(self, instructions: Iterable[Instruction], divided: int = 0) -> None:
+        """Start an iteration whose receives are those among ``instructions``, in that order.
+
+        ``divided``: see :attr:`~megatron_flex.schedule.part.Part.divided`.
+        """
+        self._divided = divided
         self._expected = deque(
             i for i in instructions if isinstance(i, (RecvActivation, RecvGradient))
         )
@@ -63,9 +69,17 @@ class Communicator:
 
     def _post(self) -> None:
         while self._expected and len(self._posted) < POSTED:
-            op = self._expected.popleft()
-            buffer = torch.empty(self._shape(op), dtype=self._dtype, device=self._world.device)
+            op = self._expected[0]
             assert self._world.pipeline is not None
+            if self._world.pipeline.lazy and any(p.peer == op.peer for p, _, _ in self._posted):
+                # One of NCCL would wait on the GPU behind the other, and what is launched after it
+                # may wait for both.
+                return
+            self._expected.popleft()
+            shape: tuple[int, ...] = self._shape(op)
+            if self._divides(op):
+                shape = (self._world.tensor.share_elements(math.prod(shape)),)
+            buffer = torch.empty(shape, dtype=self._dtype, device=self._world.device)
             with explain(op, self._world):
                 work = self._world.pipeline.receive(buffer, op.peer)
             self._posted.append((op, buffer, work))
@@ -73,11 +87,18 @@ class Communicator:
     def _shape(self, op: Transfer) -> tuple[int, int, int]:
         return self._world.tensor.rows(op.tokens), 1, self._hidden
 
+    def _divides(self, op: Transfer) -> bool:
+        """Whether each worker of the device has a share of this message."""
+        n = self._divided
+        return n > 0 and op.peer // n != self._world.rank // n
+
     def send(self, op: Transfer, tensor: torch.Tensor) -> None:
         """Send ``tensor`` without waiting for the peer."""
         if tensor.shape != self._shape(op):
             raise ValueError(f"'{op}' would send a tensor of shape {tuple(tensor.shape)}")
         tensor = tensor.contiguous()
+        if self._divides(op):
+            tensor = self._world.tensor.share_of_message(tensor)
         assert self._world.pipeline is not None
         with explain(op, self._world):
             work = self._world.pipeline.send(tensor, op.peer)
@@ -91,6 +112,8 @@ class Communicator:
         with explain(op, self._world):
             work.wait(self._world.timeout)
         self._post()
+        if self._divides(op):
+            buffer = self._world.tensor.whole_message(buffer, self._shape(op))
         return buffer
 
     def finish(self) -> None:

@@ -36,6 +36,7 @@ from megatron_flex.schedule.instructions import (
     GatherParameters,
     GlobalNorm,
     Instruction,
+    PieceOp,
     Recut,
     RecvActivation,
     RecvGradient,
@@ -48,6 +49,8 @@ from megatron_flex.schedule.instructions import (
     SendPiece,
     SendState,
     SquaredNorm,
+    StateOp,
+    Transfer,
     UpdateOrSkip,
 )
 from megatron_flex.schedule.part import Part
@@ -121,8 +124,9 @@ class Executor:
         if training:
             self._place(part.plan.o_plan.optimizer)
         self._make_room(inputs.memory)
+        self._connect(instructions)
         self.custody.carriers.prepare(part, self.holdings.state_bytes)
-        self._communicator.expect(instructions)
+        self._communicator.expect(instructions, part.divided)
         with torch.set_grad_enabled(training):
             for instruction in instructions:
                 started = clock.start(instruction)
@@ -153,8 +157,18 @@ class Executor:
             pool.trim(max(0, int(expected.budget - max(expected.peak, expected.updates))))
         self.holdings.memory.begin(pool.kept)
 
+    def _connect(self, instructions: Sequence[Instruction]) -> None:
+        """Have connections to all whom a list names, before anything is on its way."""
+        channels = ((self.world.pipeline, Transfer), (self.world.state, (StateOp, PieceOp)))
+        for channel, kinds in channels:
+            if channel is not None and channel.lazy:
+                peers = {i.peer for i in instructions if isinstance(i, kinds)}
+                with explain("connections", self.world):
+                    channel.connect(peers, self.world.device)
+
     def switch(self, instructions: Sequence[Instruction]) -> None:
         """Run the instructions of a switch between iterations, and wait for what they begin."""
+        self._connect(instructions)
         for instruction in instructions:
             self.handlers[type(instruction)](None, instruction)
         self.settle()

@@ -6,13 +6,16 @@ are destroyed. All workers see the same sequence of calls (it follows from the p
 make and destroy groups in the same order. Only members take part: the backends are made directly
 from the store, since ``torch.distributed.new_group`` stops all workers for each group, and its
 ``use_local_synchronization`` hangs when groups overlap (torch 2.13, gloo).
+
+NCCL's groups are made at once, in the same order: what makes a communicator may wait for the GPU,
+and so for kernels that wait for a peer.
 """
 
 from __future__ import annotations
 
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError  # not the built-in in 3.10
 from datetime import timedelta
@@ -82,13 +85,13 @@ class ReductionGroups:
             self._made[ranks] += 1
             member = self._rank in ranks
             made = self._made[ranks]
-            self._known[ranks] = self._maker.submit(self._make, ranks, made) if member else None
+            self._known[ranks] = self._begin(self._make, ranks, made) if member else None
         recent = len({*wanted, *self._previous})
         self._previous = wanted
         while len(self._known) > max(self.capacity, recent):
             _, future = self._known.popitem(last=False)
             if future is not None:
-                self._maker.submit(self._destroy, future)
+                self._begin(self._destroy, future)
 
     def all_reduce(self, tensor: torch.Tensor, ranks: Ranks) -> dist.Work:
         """Begin to sum ``tensor`` in place over ``ranks``; waits for a group still being made."""
@@ -148,6 +151,14 @@ class ReductionGroups:
         """Wait for what the thread is doing, and end it."""
         self._maker.shutdown(wait=True)
 
+    def _begin(self, do: Callable[..., Any], *arguments: object) -> Future[Any]:
+        """Do it in the thread, or at once."""
+        if self._backend != "nccl":
+            return self._maker.submit(do, *arguments)
+        done: Future[Any] = Future()
+        done.set_result(do(*arguments))
+        return done
+
     def _make(self, ranks: Ranks, number: int) -> Group:
         name = f"reduction/{','.join(map(str, ranks))}/{number}"
         store = dist.PrefixStore(name, self._store)
@@ -158,13 +169,25 @@ class ReductionGroups:
         future.result().shutdown()
 
 
-def make_group(store: dist.Store, place: int, size: int, backend: str, timeout: timedelta) -> Group:
+def make_group(
+    store: dist.Store,
+    place: int,
+    size: int,
+    backend: str,
+    timeout: timedelta,
+    *,
+    urgent: bool = False,
+) -> Group:
     """A process group of the ``size`` workers that give the same ``store``; ``place`` is its own.
 
-    Nobody else takes part.
+    Nobody else takes part. With NCCL there must be no operation under way; ``urgent``: what the
+    group does goes before what is computed on the same GPU.
     """
     if backend == "nccl":
-        options = dist.ProcessGroupNCCL.Options()
+        options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=urgent)
         options._timeout = timeout
-        return dist.ProcessGroupNCCL(store, place, size, options)
+        group: Group = dist.ProcessGroupNCCL(store, place, size, options)
+        # Its communicator is made now, and not in the middle of a program.
+        group.allreduce([torch.zeros(1, device="cuda")]).wait()
+        return group
     return dist.ProcessGroupGloo(store, place, size, timeout)

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_flex.model.tensor_group import SOLO, TensorGroup
+from megatron_flex.runtime.agreement import Facts, check_alike
 from megatron_flex.runtime.channel import Channel
 from megatron_flex.runtime.failure import lost
 from megatron_flex.runtime.groups import ReductionGroups, make_group
@@ -51,6 +52,7 @@ class World:
         sharing: int = 1,
         *,
         sequence_parallel: bool = False,
+        control: dist.ProcessGroup | None = None,
     ) -> World:
         """Make the world-wide groups. Collective; the default group must exist if size > 1.
 
@@ -59,6 +61,7 @@ class World:
             timeout: longest wait for another worker.
             sharing: neighbouring workers that are one device; the number of workers is a multiple.
             sequence_parallel: they divide tokens too.
+            control: what joins all workers, where it is there already (:func:`control_group`).
         """
         if not dist.is_initialized() or dist.get_world_size() == 1:
             return cls(0, 1, device, timeout)
@@ -67,7 +70,7 @@ class World:
             raise ValueError(f"{processes} workers are no multiple of {sharing}")
         rank, index = divmod(process, sharing)
         pipeline, state = (Channel.create(device, timeout, sharing) for _ in range(2))
-        control = dist.new_group(timeout=timeout, backend="gloo")
+        control = control or _new_control_group(timeout)
         backend, store = dist.get_backend(), _default_store()
         tensor = SOLO
         if sharing > 1:
@@ -75,7 +78,7 @@ class World:
             tensor = TensorGroup(
                 index,
                 sharing,
-                make_group(own, index, sharing, backend, timeout),
+                make_group(own, index, sharing, backend, timeout, urgent=True),
                 scatters=backend == "nccl",
                 sequence_parallel=sequence_parallel,
             )
@@ -147,6 +150,11 @@ class World:
         """Of values of all workers those of this one's place in each device, by device."""
         return list(values[self.tensor.index :: self.tensor.size])
 
+    def check_alike(self, facts: Facts) -> None:
+        """Raise ``SystemExit`` on all workers if they do not start from the same ``facts``."""
+        with self._together("what all workers start from"):
+            check_alike(self.control, facts)
+
     def barrier(self) -> None:
         """Wait for all workers."""
         self.max(0)
@@ -180,6 +188,18 @@ class World:
             yield
         except RuntimeError as error:
             raise lost(self.process, what, error) from error
+
+
+def control_group(timeout: timedelta) -> dist.ProcessGroup | None:
+    """A group of all workers for what they agree about; ``None`` for one worker. Collective."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return None
+    return _new_control_group(timeout)
+
+
+def _new_control_group(timeout: timedelta) -> dist.ProcessGroup:
+    group: dist.ProcessGroup = dist.new_group(timeout=timeout, backend="gloo")
+    return group
 
 
 def _default_store() -> dist.Store:
