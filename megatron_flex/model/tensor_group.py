@@ -7,7 +7,8 @@ never global.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -85,6 +86,23 @@ class TensorGroup:
         with _explained():
             self.group._allgather_base(out, x).wait()
         return out
+
+    # ---- messages ----------------------------------------------------------------------------
+
+    def share_elements(self, elements: int) -> int:
+        """Elements of a worker's share of a message of so many."""
+        return -(-elements // self.size)
+
+    def share_of_message(self, x: Tensor) -> Tensor:
+        """This worker's share of what all have, flat; with zeros after the last element."""
+        flat, count = x.flatten(), self.share_elements(x.numel())
+        own = flat[self.index * count : (self.index + 1) * count]
+        missing = count - own.numel()
+        return torch.cat([own, own.new_zeros(missing)]) if missing else own
+
+    def whole_message(self, share: Tensor, shape: Sequence[int]) -> Tensor:
+        """The message of which each worker has its share."""
+        return self.gather(share)[: math.prod(shape)].view(shape)
 
     # ---- shares of the tokens ----------------------------------------------------------------
 

@@ -31,6 +31,7 @@ from megatron_flex.planner.tables import (
     Tied,
     Wires,
 )
+from megatron_flex.planner.tensor import divides_messages, message_link
 
 MESSAGE_BUFFERS = 4
 """Messages of the largest size that a device holds besides its activations: one received and one
@@ -300,6 +301,17 @@ class ModelCosts:
         """The link between devices of a server: measured, if the profile has it."""
         return self.profile.links.get("intra", self.cluster.intra)
 
+    @cached_property
+    def between(self) -> Link:
+        """What carries activations and their gradients between servers."""
+        return message_link(self.cluster.inter, self.intra, self.options.tensor)
+
+    @property
+    def divided(self) -> int:
+        """Devices of a server, where ranks send a share each of messages between servers; or 0."""
+        divides = divides_messages(self.cluster.inter, self.intra, self.options.tensor)
+        return self.cluster.devices_per_server if divides else 0
+
     @property
     def host(self) -> Link:
         """The link to the host's memory."""
@@ -441,12 +453,15 @@ class ModelCosts:
             seconds = 2.0 * (boundary * float(total) * per_byte + count * latency)
             return self.options.message_busy * seconds
 
-        pairs = [(1.0 / link.bytes_per_second, link.latency) for link in (inner, outer)]
+        pairs = [
+            (1.0 / link.bytes_per_second, link.latency) for link in (inner, outer, self.between)
+        ]
+        messages = (pairs[0], pairs[2])
         return Wires(
             per_byte=(pairs[0][0], pairs[1][0]),
             latency=(pairs[0][1], pairs[1][1]),
-            hop=tuple(boundary * float(least) * b + late for b, late in pairs),  # type: ignore[arg-type]
-            busy=tuple(busy(b, late) for b, late in pairs),  # type: ignore[arg-type]
+            hop=tuple(boundary * float(least) * b + late for b, late in messages),  # type: ignore[arg-type]
+            busy=tuple(busy(b, late) for b, late in messages),  # type: ignore[arg-type]
             host_per_byte=self.options.host_exposed / host.bytes_per_second,
         )
 

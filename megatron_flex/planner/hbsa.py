@@ -328,7 +328,7 @@ class WholeLayers:
     def _hops(self, batch: Batch) -> tuple[float, float]:
         """Seconds of a mean micro-batch's activation and gradient, inner and outer link."""
         costs, size = self.costs, self.costs.profile.boundary * float(batch.tokens.mean())
-        return (2.0 * costs.intra.seconds(size), 2.0 * costs.cluster.inter.seconds(size))
+        return (2.0 * costs.intra.seconds(size), 2.0 * costs.between.seconds(size))
 
     def stage_seconds(self, batch: Batch, plan: Plan) -> tuple[float, ...]:
         """t_i of every stage of any plan: one mean micro-batch over the stage's replicas.

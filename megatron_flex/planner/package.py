@@ -76,13 +76,14 @@ def digest(micro_batches: Sequence[MicroBatch]) -> str:
     return xxhash.xxh64_hexdigest(np.array(rows, dtype=np.int64).tobytes())
 
 
-def pack(made: Made, name: str, batch: str, *, times: bool = False) -> Package:
+def pack(made: Made, name: str, batch: str, *, times: bool = False, divided: int = 0) -> Package:
     """Pack a program.
 
     Args:
         name: of the task, such as ``train 12``.
         batch: :func:`digest` of its micro-batches.
         times: send each worker the predicted times of its operations.
+        divided: see :attr:`~megatron_flex.schedule.part.Part.divided`.
     """
     program = made.program
     lists = Lists.of(program.instructions, program.tokens)
@@ -104,6 +105,7 @@ def pack(made: Made, name: str, batch: str, *, times: bool = False) -> Package:
         "batch": batch,
         "groups": lists.groups,
         "hand_overs": hand_overs(program),
+        "divided": divided,
         "seconds": made.seconds,
         "schedule": made.schedule,
     }
@@ -148,6 +150,7 @@ def unpack(
         None if next_plan is None else Plan.parse(next_plan),
         groups,
         tuple((slab, source, target) for slab, source, target in data["hand_overs"]),
+        data["divided"],
     )
     spans = np.frombuffer(raw, dtype=np.float64, offset=8 * count, count=2 * planned)
     times = tuple((a, b) for a, b in spans.reshape(-1, 2).tolist())

@@ -181,7 +181,8 @@ class Service:
             made = self.make(task, Batch.of(parts, self._setup.cut.target(target)))
         except ValueError as error:
             return Done(task, None, str(error), time.perf_counter() - began)
-        package = pack(made, task.name, digest(parts), times=self._setup.times)
+        divided = self.planner.units.divided
+        package = pack(made, task.name, digest(parts), times=self._setup.times, divided=divided)
         return Done(task, package, seconds=time.perf_counter() - began)
 
     def make(self, task: Task, batch: Batch) -> Made:

@@ -108,7 +108,7 @@ def op_costs(costs: ModelCosts, plan: Plan, batch: Batch) -> OpCosts:
     most = np.maximum(np.add.reduceat(kept, starts), np.add.reduceat(halves, starts))
     held = np.outer(most, batch.tokens)
     size = costs.profile.boundary * batch.tokens
-    links = (costs.cluster.inter, costs.intra)
+    links = (costs.between, costs.intra)
     wires = np.stack([link.latency + size / link.bytes_per_second for link in links])
     servers = [{costs.cluster.server_of(d) for d in stage.group} for stage in plan.stages]
     inside = [int(len(one | other) == 1) for one, other in pairwise(servers)]

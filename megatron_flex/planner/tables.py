@@ -73,7 +73,7 @@ class Wires:
     """What messages cost. ``inner`` is within a server, ``outer`` between servers.
 
     Attributes:
-        per_byte, latency: of one message; pairs (inner, outer).
+        per_byte, latency: of one message of a reduction; pairs (inner, outer).
         hop: seconds of the smallest micro-batch's activation to the next stage.
         busy: seconds that the messages of all micro-batches keep a stage from computing.
         host_per_byte: seconds that a byte to or from the host adds to the iteration.

@@ -79,6 +79,26 @@ def collective(boundary: float, link: Link, size: int) -> Line:
     return Line((size - 1) * link.latency, part * boundary / link.bytes_per_second)
 
 
+def divides_messages(between: Link, inside: Link, tensor: TensorParallel) -> bool:
+    """Whether ranks send a share each of a message that all of them have, to another server.
+
+    The ranks that receive it gather it over the links of their own server (Megatron-LM's
+    ``scatter_gather_tensors_in_pipeline``). With sequence parallelism each has a share anyway.
+    """
+    slower = between.bytes_per_second < inside.bytes_per_second
+    return tensor.size > 1 and not tensor.sequence and slower
+
+
+def message_link(between: Link, inside: Link, tensor: TensorParallel) -> Link:
+    """What carries messages between servers; a share each and the gather, where that is faster."""
+    if not divides_messages(between, inside, tensor):
+        return between
+    size = tensor.size
+    gather = collective(1.0, inside, size)
+    per_byte = 1.0 / (size * between.bytes_per_second) + gather.per_token
+    return Link(1.0 / per_byte, between.latency + gather.fixed)
+
+
 def shared_profile(
     profile: Profile, cluster: Cluster, tensor: TensorParallel, *, again: bool = True
 ) -> Profile:

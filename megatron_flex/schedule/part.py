@@ -38,6 +38,8 @@ class Part:
         next_plan: the layout that it leaves behind; ``None``: the same.
         groups: the sets of devices in which any device reduces or gathers: all make them together.
         hand_overs: of all devices, in the order of the program.
+        divided: of activations and their gradients that go from one set of so many neighbouring
+            devices to another, each worker of a device sends a share; 0: all send them whole.
     """
 
     device: int
@@ -47,6 +49,7 @@ class Part:
     next_plan: Plan | None = None
     groups: tuple[Group, ...] = ()
     hand_overs: tuple[HandOver, ...] = ()
+    divided: int = 0
 
     @cached_property
     def sent(self) -> frozenset[tuple[int, int]]:
@@ -72,7 +75,7 @@ class Part:
         return found
 
 
-def part_of(program: Program, device: int) -> Part:
+def part_of(program: Program, device: int, divided: int = 0) -> Part:
     """The part of ``device``."""
     return Part(
         device,
@@ -82,6 +85,7 @@ def part_of(program: Program, device: int) -> Part:
         program.next_plan,
         groups_of(program.instructions),
         hand_overs(program),
+        divided,
     )
 
 

@@ -152,6 +152,7 @@ def train(
     arena: Callable[[World], ArenaTransport] | None = None,
     sharing: int = 1,
     sequence_parallel: bool = False,
+    divided: int = 0,
 ) -> Outcome:
     """Train on this worker's part of ``plans``: one, or one for each iteration (the last stays).
 
@@ -171,6 +172,7 @@ def train(
         arena: makes what carries late moves within a server; by default messages do.
         sharing: ranks that are one device, and share its layers.
         sequence_parallel: they divide tokens too.
+        divided: devices of a server, between which each of them sends a share of messages.
     """
     cpu, limit = torch.device("cpu"), timedelta(seconds=30)
     world = World.create(cpu, limit, sharing, sequence_parallel=sequence_parallel)
@@ -236,7 +238,7 @@ def train(
             count_zeros=count_zeros,
             memory=Expected(*footprint.device(program, world.rank, sliced)),
         )
-        results.append(executor.run(part_of(program, world.rank), inputs))
+        results.append(executor.run(part_of(program, world.rank, divided), inputs))
         executor.handlers.update(honest)
         if switch is not None:
             holdings.adopt(following)

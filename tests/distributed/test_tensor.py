@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import typing
 from datetime import timedelta
 from typing import Any
 
@@ -10,12 +11,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_flex.config.flexpipe import Schedule
 from megatron_flex.data.cut import Cut
 from megatron_flex.data.microbatches import CostCoefficients
 from megatron_flex.model.config import ModelConfig
 from megatron_flex.model.initialize import take
 from megatron_flex.model.tensor_cut import cut_of, full_shape, is_partial
 from megatron_flex.model.tensor_group import TensorGroup
+from megatron_flex.planner.plan import Plan
 from megatron_flex.runtime.world import World
 from tests.close import assert_close
 from tests.distributed import jobs
@@ -63,95 +66,110 @@ def _randomize(
             parameter.add_(own, alpha=0.1)
 
 
-def _world(sharing: int, sequence_parallel: bool) -> World:
+def _group(*, sequence_parallel: bool) -> TensorGroup:
+    """All ranks of the job."""
     limit = timedelta(seconds=30)
-    cpu = torch.device("cpu")
-    return World.create(cpu, limit, sharing, sequence_parallel=sequence_parallel)
+    size, cpu = dist.get_world_size(), torch.device("cpu")
+    return World.create(cpu, limit, size, sequence_parallel=sequence_parallel).tensor
 
 
-def _as_alone(config: ModelConfig, sequence_parallel: bool) -> None:
+def _as_alone(models: dict[str, ModelConfig]) -> None:
     """Loss and gradients of a model shared by all ranks, and of one on this rank alone."""
-    size = dist.get_world_size()
-    group = _world(size, sequence_parallel).tensor
-    alone, shared = build_model(config), build_model(config, group)
-    expected, actual = named_parameters(alone), named_parameters(shared)
-    solo = TensorGroup()
-    _randomize(expected, config, solo)
+    shared_rows = _group(sequence_parallel=True)
+    whole_rows = dataclasses.replace(shared_rows, sequence_parallel=False)
+    for name, config in models.items():
+        alone = build_model(config)
+        expected = named_parameters(alone)
+        _randomize(expected, config, TensorGroup())
+        batch = make_batch((17, 1, 23, 8), config)  # 49 tokens, no multiple of any size
+        losses = run(alone, batch)
+        losses.sum().backward()
+        for group in (whole_rows, shared_rows):
+            what = f"{name}, {'shared' if group.sequence_parallel else 'whole'} rows"
+            actual = _begins_alike(config, group, expected, what)
+            ours = run(actual, batch)
+            assert_close(ours, losses, 1e-6, what)
+            ours.sum().backward()
+            _same_gradients(config, group, named_parameters(actual), expected, what)
+
+
+def _begins_alike(
+    config: ModelConfig, group: TensorGroup, expected: dict[str, torch.nn.Parameter], what: str
+) -> list[Any]:
+    """This rank's part of the model, with its part of the same values."""
+    shared = build_model(config, group)
+    actual = named_parameters(shared)
     _randomize(actual, config, group)
     for name, parameter in actual.items():
         own = torch.empty_like(parameter)
         take(own, expected[name].detach(), cut_of(config, name), group)
-        assert own.equal(parameter), f"{name} does not begin alike"
-    batch = make_batch((17, 1, 23, 8), config)  # 49 tokens, no multiple of any size
-    losses, ours = run(alone, batch), run(shared, batch)
-    assert_close(ours, losses, 1e-6)
-    losses.sum().backward()
-    ours.sum().backward()
+        assert own.equal(parameter), f"{what}: {name} does not begin alike"
+    return shared
+
+
+def _same_gradients(
+    config: ModelConfig,
+    group: TensorGroup,
+    actual: dict[str, torch.nn.Parameter],
+    expected: dict[str, torch.nn.Parameter],
+    what: str,
+) -> None:
     for name, parameter in actual.items():
         grad, full = parameter.grad, expected[name].grad
         assert grad is not None, name
         assert full is not None, name
-        if is_partial(config, name, sequence_parallel=sequence_parallel):
+        if is_partial(config, name, sequence_parallel=group.sequence_parallel):
             group.sum(grad)
         own = torch.empty_like(grad)
         take(own, full, cut_of(config, name), group)
         if name.endswith("k_layernorm.bias"):
             assert grad.norm() < 1e-5
         else:
-            assert_close(grad, own, 2e-5, name, least=1e-3 * full.norm().item())
+            assert_close(grad, own, 2e-5, f"{what}: {name}", least=1e-3 * full.norm().item())
 
 
-@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["whole rows", "shared rows"])
-@pytest.mark.parametrize("model", MODELS)
-def test_a_shared_model_equals_one_alone(
-    workers: WorkerPool, model: str, sequence_parallel: bool
-) -> None:
-    workers.run(2, _as_alone, MODELS[model], sequence_parallel)
+def test_a_shared_model_equals_one_alone(workers: WorkerPool) -> None:
+    workers.run(2, _as_alone, MODELS)
+    # Of the vocabulary the last of four has padding only.
+    workers.run(4, _as_alone, {"gpt": MODELS["gpt"]})
 
 
-@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["whole rows", "shared rows"])
-def test_by_four(workers: WorkerPool, sequence_parallel: bool) -> None:
-    """Of the vocabulary the last rank has padding only."""
-    workers.run(4, _as_alone, MODELS["gpt"], sequence_parallel)
-
-
-def _as_megatron(config: ModelConfig) -> None:
+def _as_megatron(models: dict[str, ModelConfig]) -> None:
     """The same weights in megatron-core's own GPTModel, shared by the same ranks."""
     from megatron.core import parallel_state
 
     from tests.unit.model.reference import copy_weights, gpt_loss, gpt_model, rotary_on_cpu
 
-    size = dist.get_world_size()
-    group = _world(size, False).tensor
-    blocks = build_model(config, group)
-    ours = named_parameters(blocks)
-    _randomize(ours, config, group)
-    parallel_state.initialize_model_parallel(size)
-    batch = make_batch((17, 6), config)
-    with rotary_on_cpu():
-        model = gpt_model(config, tensor_model_parallel_size=size)
-        theirs = copy_weights(ours, model)
-        total = gpt_loss(model, batch)
-        total.backward()
-    loss = run(blocks, batch)
-    loss.backward()
-    assert_close(loss[0], total, 2e-6)
-    for name, parameter in ours.items():
-        grad = theirs[name].grad
-        assert parameter.grad is not None, name
-        assert grad is not None, name
-        if name.endswith("k_layernorm.bias"):
-            continue
-        assert_close(parameter.grad, grad, 1e-5, name, least=1e-4)
+    group = _group(sequence_parallel=False)
+    parallel_state.initialize_model_parallel(group.size)
+    for config in models.values():
+        blocks = build_model(config, group)
+        ours = named_parameters(blocks)
+        _randomize(ours, config, group)
+        batch = make_batch((17, 6), config)
+        with rotary_on_cpu():
+            model = gpt_model(config, tensor_model_parallel_size=group.size)
+            theirs = copy_weights(ours, model)
+            total = gpt_loss(model, batch)
+            total.backward()
+        loss = run(blocks, batch)
+        loss.backward()
+        assert_close(loss[0], total, 2e-6)
+        for name, parameter in ours.items():
+            grad = theirs[name].grad
+            assert parameter.grad is not None, name
+            assert grad is not None, name
+            if name.endswith("k_layernorm.bias"):
+                continue
+            assert_close(parameter.grad, grad, 1e-5, name, least=1e-4)
 
 
 PLAIN: dict[str, Any] = {"hidden_dropout": 0.0, "attention_dropout": 0.0}
 
 
-@pytest.mark.parametrize("model", ["gpt", "llama"])
-def test_it_is_what_megatron_cores_own_layers_compute(workers: WorkerPool, model: str) -> None:
-    config = dataclasses.replace(MODELS[model], vocab_size=64, **PLAIN)
-    workers.run(2, _as_megatron, config)
+def test_it_is_what_megatron_cores_own_layers_compute(workers: WorkerPool) -> None:
+    models = {m: dataclasses.replace(MODELS[m], vocab_size=64, **PLAIN) for m in ("gpt", "llama")}
+    workers.run(2, _as_megatron, models)
 
 
 # ---- training ------------------------------------------------------------------------------------
@@ -178,37 +196,59 @@ CASES: dict[str, tuple[ModelConfig, str, int, int, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_training_equals_one_process(workers: WorkerPool, case: str) -> None:
-    config, plan, size, sharing, more = CASES[case]
-    got = train(workers, config, plan, size, sharing=sharing, **more)
-    jobs.assert_same(got, reference(workers, config))
-
-
 PLANS = [
     "0:4@0 | 4:8@1,2 ; recompute 1-3 ; shard 4-7 ; schedule zb-h1",
     "0:8@0,1,2 ; activations 2,5 ; shard 0-7",
     "0:3@2 | 3:8@0,1 ; optimizer 3-6 ; schedule zb",
+    "0:2@0 | 2:4@1 | 4:6@0 | 6:8@1 ; schedule interleaved",
     "0:2@0 | 2:4@1 | 4:6@2 | 6:8@0 ; schedule gpipe",
+    "0:3@1 | 3:6@2 | 6:8@0 ; schedule zb-h2",
     "0:2@1 | 2:4@0 | 4:6@0 | 6:8@1 ; recompute 3 ; schedule zb-v",
+    "0:2@2 | 2:4@1 | 4:6@1 | 6:8@2 ; schedule v-half",
+    "0:3@0 | 3:6@1 | 6:8@2 ; schedule seq1f1b",
+    "0:2@0 | 2:4@2 | 4:6@2 | 6:8@0 ; schedule v-min",
 ]
-"""On three devices, one after the other."""
+"""On three devices, one after the other: every policy."""
 CHAINS = Cut(40, by_cost=True, sliced=True, cost=CostCoefficients(1.0, 0.02))
+RUNS: dict[str, dict[str, Any]] = {
+    "in slices": {"iterations": len(PLANS), "cut": CHAINS},
+    "whole samples": {"iterations": len(PLANS)},
+}
+"""One process's runs, which several cases are compared with."""
+
+
+def _is_one_process(
+    workers: WorkerPool, config: ModelConfig, plan: Any, size: int, cut: str, **shared: Any
+) -> None:
+    expected = reference(workers, config, **RUNS[cut])
+    jobs.assert_same(train(workers, config, plan, size, **shared, **RUNS[cut]), expected)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_training_equals_one_process(workers: WorkerPool, case: str) -> None:
+    config, plan, size, sharing, more = CASES[case]
+    cut = "in slices" if config is GPT else "whole samples"
+    _is_one_process(workers, config, plan, size, cut, sharing=sharing, **more)
 
 
 @pytest.mark.parametrize(
     ("model", "cut", "sequence_parallel"),
-    [("tied", CHAINS, False), ("tied", CHAINS, True), ("untied", None, True)],
+    [("tied", "in slices", False), ("tied", "in slices", True), ("untied", "whole samples", True)],
 )
 def test_changing_plans_equal_one_process(
-    workers: WorkerPool, model: str, cut: Cut | None, sequence_parallel: bool
+    workers: WorkerPool, model: str, cut: str, sequence_parallel: bool
 ) -> None:
     config = {"tied": GPT, "untied": UNTIED}[model]
-    options: dict[str, Any] = {"iterations": 8, "cut": cut}
-    expected = reference(workers, config, **options)
     shared: dict[str, Any] = {"sharing": 2, "sequence_parallel": sequence_parallel}
-    got = train(workers, config, PLANS, 6, way="mixed", **shared, **options)
-    jobs.assert_same(got, expected)
+    if not sequence_parallel:  # messages to other servers go in shares: each device is one
+        shared["divided"] = 1
+    _is_one_process(workers, config, PLANS, 6, cut, way="mixed", **shared)
+
+
+def test_every_policy_is_tried() -> None:
+    """In the plans above; ``auto`` chooses among them."""
+    tried = {Plan.parse(text).schedule or "1f1b" for text in PLANS}
+    assert tried == set(typing.get_args(Schedule)) - {"auto"}
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["bf16", "shared rows"])

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from megatron_flex.cluster.cluster import load
+from megatron_flex.cluster.cluster import Link, load
 from megatron_flex.cluster.profile import Profile, ProfileError
 from megatron_flex.model.layers import Kind
 from megatron_flex.planner.build import Batch
@@ -25,7 +25,8 @@ from megatron_flex.planner.passes import passes, slice_passes
 from megatron_flex.planner.plan import Plan
 from megatron_flex.planner.planner import Planner
 from megatron_flex.planner.presets import model
-from megatron_flex.planner.tensor import ALONE, TensorParallel, shared_profile
+from megatron_flex.planner.simulation import op_costs
+from megatron_flex.planner.tensor import ALONE, TensorParallel, message_link, shared_profile
 from tests.unit.planner.test_memory import CONFIGS
 
 GPT, CLUSTER = model("gpt-3.35b"), load("a100x16")
@@ -109,3 +110,31 @@ def test_each_of_a_group_needs_less_memory() -> None:
     held = [Footprint(GPT, tensor=t).held(plan, 0) for t in (ALONE, TWO, TensorParallel(4))]
     assert held[1] < 0.51 * held[0]
     assert held[2] < 0.26 * held[0]
+
+
+def test_a_message_to_another_server_goes_in_shares_where_that_is_faster() -> None:
+    slow, fast = Link(10e9, 1e-5), Link(100e9, 1e-6)
+    four = TensorParallel(4)
+    link = message_link(slow, fast, four)
+    assert link.seconds(4e8) == pytest.approx(slow.seconds(1e8) + 3 * fast.seconds(1e8))
+    assert message_link(fast, slow, four) == fast
+    assert message_link(slow, fast, TensorParallel(4, sequence=True)) == slow
+    assert message_link(slow, fast, ALONE) == slow
+
+
+def test_the_simulation_prices_them_and_programs_say_so() -> None:
+    plan = Plan.parse(f"0:11@0 | 11:22@1 | 22:{GPT.layers.num_units}@2")  # two on each server
+    cluster = replace(CLUSTER.grouped(2), servers=2, devices_per_server=2)
+    found = {}
+    for tensor in (TWO, SPLIT):
+        options = PlannerOptions(tensor_size=2, sequence_parallel=tensor.sequence)
+        costs = Planner(GPT, closed_form_profile(GPT, cluster, tensor), cluster, options).units
+        found[tensor] = op_costs(costs, plan, BATCH).transfer
+        assert costs.divided == (0 if tensor.sequence else 2)
+    size = boundary_bytes(GPT) * BATCH.tokens
+    share = (cluster.inter.seconds(0) + size / 2 / cluster.inter.bytes_per_second) + (
+        cluster.intra.seconds(0) + size / 2 / cluster.intra.bytes_per_second
+    )
+    assert found[TWO][1] == pytest.approx(share)
+    assert found[TWO][0] == pytest.approx([cluster.intra.seconds(s) for s in size])
+    assert found[SPLIT][1] == pytest.approx([cluster.inter.seconds(s / 2) for s in size])
