@@ -17,6 +17,7 @@ from megatron_flex.data.errors import DataError
 from megatron_flex.data.global_batch import GlobalBatch
 from megatron_flex.data.microbatches import CostCoefficients
 from megatron_flex.learning_rate import LearningRateSchedule, ScheduleError
+from megatron_flex.loop.alike import of_the_files, of_the_flags
 from megatron_flex.loop.assemble import Parts, assemble
 from megatron_flex.loop.checkpointing import (
     Checkpoints,
@@ -103,6 +104,7 @@ def pretrain(config: Config) -> None:
         p.distributed_timeout_minutes,
         p.tensor_model_parallel_size,
         sequence_parallel=p.sequence_parallel,
+        facts=of_the_flags(config),
     )
     last = world.process == world.processes - 1
     if world.process == 0 and config.logging.log_format == "megatron":
@@ -117,6 +119,7 @@ def pretrain(config: Config) -> None:
             if last:
                 check_outputs(config)
             parts = assemble(config)
+            world.check_alike(of_the_files(config, parts))
             try:
                 check_attention(parts.model, world.device)
                 if not (config.flexpipe.flexpipe or config.cut_by_batch):

@@ -371,7 +371,7 @@ def forget_host_copies(config: Config, world: World) -> None:
 
 
 def _job_of_server(job: str, server: int, servers: int, group: TensorGroup) -> str:
-    place = f", place {group.index}" if group.size > 1 else ""
+    place = f", place {group.index} of {group.size}" if group.size > 1 else ""
     return (job if servers == 1 else f"{job}, server {server}") + place
 
 

@@ -20,6 +20,7 @@ from megatron_flex.config.config import Config
 from megatron_flex.data.errors import DataError
 from megatron_flex.loop.assemble import assemble
 from megatron_flex.loop.iteration import cost_coefficients
+from megatron_flex.loop.plans import read_plans
 from megatron_flex.loop.setup import planner_setup
 from megatron_flex.planner.decision import Infeasible
 from megatron_flex.planner.plan import PlanError
@@ -77,6 +78,10 @@ def _planned(config: Config, size: int) -> Outlook:
     setup = planner_setup(config, parts, config.devices, coefficients)
     options = replace(setup.options, simulations=SIMULATIONS, exact_memory=False)
     planner = Service(replace(setup, options=options)).planner
+    static = parts.plan
+    script = config.flexpipe.flexpipe_plans
+    if script is not None:
+        static = read_plans(script, parts.model.layers, config.devices)[0].plan
     seconds, plan, peak, first = [], "", 0.0, 0
     for _ in range(BATCHES):
         batch = source.batch(first, config.training.batch_sizes.size(first))
@@ -88,9 +93,9 @@ def _planned(config: Config, size: int) -> Outlook:
                 decision = planner.decide(cut, None)
             else:
                 finder = planner.finder(cut)
-                candidate = finder.best_of(parts.plan, None, "static")
+                candidate = finder.best_of(static, None, "static")
                 if not candidate.price.fits:
-                    raise PlanError(f"a batch does not fit the plan of the flags, {parts.plan}")
+                    raise PlanError(f"a batch does not fit the plan of the flags, {static}")
                 decision = planner.choose(finder, [candidate], None)
         seconds.append(decision.predicted.seconds)
         peak = max(peak, *decision.predicted.device_bytes)

@@ -10,10 +10,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
+from megatron_flex.runtime.agreement import Facts, check_alike
 from megatron_flex.runtime.attempt import AGREED, agree, attempt, several_torchruns
 from megatron_flex.runtime.completion import Completion
-from megatron_flex.runtime.failure import FirstFailure
-from megatron_flex.runtime.world import World, local_rank, workers_per_gpu
+from megatron_flex.runtime.failure import FirstFailure, lost
+from megatron_flex.runtime.world import World, control_group, local_rank, workers_per_gpu
 
 STORE_TIMEOUT = timedelta(seconds=5)
 """Longest wait for an answer of the job's key-value store when the job fails."""
@@ -25,20 +26,16 @@ def start(
     sharing: int = 1,
     *,
     sequence_parallel: bool = False,
+    facts: Facts | None = None,
 ) -> tuple[World, FirstFailure, Completion]:
     """Join the job that torchrun (or a Slurm script) describes in the environment.
 
     Without ``WORLD_SIZE`` in the environment this is a job of one worker. ``backend`` of ``None``
     takes NCCL where there is CUDA and gloo elsewhere. ``sharing`` neighbouring workers are one
-    device, and divide tokens too if ``sequence_parallel``. Raises ``SystemExit`` with one
-    message when the environment is incomplete or the workers cannot meet.
+    device, and divide tokens too if ``sequence_parallel``. All must start from the same ``facts``.
+    Raises ``SystemExit`` with one message when the environment is incomplete, or the workers cannot
+    meet, or do not start alike.
     """
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", str(sharing)))
-    if local % sharing:
-        raise SystemExit(
-            f"{local} workers on a server are no multiple of --tensor-model-parallel-size"
-            f" {sharing}: workers that share layers must be on one server; change one of them"
-        )
     cuda = torch.cuda.is_available()
     if backend == "nccl" and not cuda:
         raise SystemExit(
@@ -68,8 +65,34 @@ def start(
         failure = FirstFailure(own, rank, hosts=rank == 0 and not agent)
         completion = Completion(store if agent else None)
     with failure.watch():
-        world = World.create(device, timeout, sharing, sequence_parallel=sequence_parallel)
+        # What is made next depends on how many workers share layers.
+        try:
+            control = control_group(timeout)
+            check_alike(control, facts or {}, _apart(rank, sharing))
+        except RuntimeError as error:
+            raise lost(rank, "what all workers start from", error) from error
+        world = World.create(
+            device, timeout, sharing, sequence_parallel=sequence_parallel, control=control
+        )
         return world, failure, completion
+
+
+def _apart(rank: int, sharing: int) -> str:
+    """Why workers that share layers would not be neighbours on one server; empty if they are."""
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", str(sharing)))
+    if local % sharing:
+        return (
+            f"{local} workers on a server are no multiple of --tensor-model-parallel-size"
+            f" {sharing}: workers that share layers must be on one server; change one of them"
+        )
+    number = int(os.environ.get("LOCAL_RANK", str(rank)))
+    if number % sharing != rank % sharing:
+        return (
+            f"worker {rank} is number {number} on its server: with --tensor-model-parallel-size"
+            f" {sharing} neighbouring workers must be on one server; number the workers server by"
+            " server (srun --distribution=block)"
+        )
+    return ""
 
 
 def _join(rank: int, size: int, backend: str, timeout: timedelta) -> dist.Store:

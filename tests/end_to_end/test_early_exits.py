@@ -1,4 +1,4 @@
-"""Ten ways to end before the first iteration: each is said once, whichever worker ends first.
+"""Eleven ways to end before the first iteration: each is said once, whichever worker ends first.
 
 Workers are started by a launcher that ends all others at the moment when one has failed. Here it is
 played as in :mod:`tests.end_to_end.elastic`, where four workers start in a second, and it looks
@@ -25,6 +25,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_flex.cluster.cluster import DESCRIBED
 from tests.end_to_end import runs
 from tests.end_to_end.processes import ROOT, Job
 
@@ -37,6 +38,12 @@ PIPELINE = ["--flexpipe-plan", "0:2@0 | 2:4@1 | 4:6@2 | 6:8@3"]
 def without_data(directory: str, rank: int) -> None:
     """Worker 2 has another working directory, in which the data set is not."""
     if rank == 2:
+        os.chdir(directory)
+
+
+def another_cluster(directory: str, rank: int) -> None:
+    """As on two servers, of which the second has another file."""
+    if rank >= 2:
         os.chdir(directory)
 
 
@@ -78,6 +85,11 @@ EXITS = {
     "corrupt index": Exit("--data-path {directory}/torn", "torn.idx is truncated"),
     "another model's checkpoint": Exit(f"{DATA} --load {{old}}", "checkpoint is of another model"),
     "one worker alone": Exit("--data-path text", "text.idx does not exist", without_data),
+    "another file on one server": Exit(
+        f"{DATA} --flexpipe --flexpipe-cluster cluster.yaml --tensor-model-parallel-size auto",
+        "do not start from the same: .*--flexpipe-cluster is a file with .* on worker 0",
+        another_cluster,
+    ),
     "port in use": Exit(DATA, "another program uses port", port_in_use=True),
     "budget too small": Exit(
         f"{DATA} --flexpipe --flexpipe-memory-budget-gb 1e-5", "--flexpipe-memory-budget-gb"
@@ -97,6 +109,9 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     torn = Path(runs.write_documents(directory / "torn") + ".idx")
     os.truncate(torn, torn.stat().st_size - 7)
     (directory / "plans").write_text("0:2@0 | 3:8@1-3\n")
+    cluster = (DESCRIBED / "cpu.yaml").read_text()
+    (here / "cluster.yaml").write_text(cluster)
+    (directory / "cluster.yaml").write_text(cluster.replace("60.0e+9", "70.0e+9"))
     old = here / "saved"
     flags = ["--data-path", data, "--save", str(old), "--save-interval", "1", "--hidden-size", "64"]
     with Job(here / "job").start(
