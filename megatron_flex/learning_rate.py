@@ -50,7 +50,10 @@ class LearningRateSchedule:
 
     def __init__(self, options: LearningRateOptions, training: TrainingOptions) -> None:
         # Imported here: it takes seconds, and the command line is checked before.
-        from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+        from megatron_flex.imports import quick_import
+
+        with quick_import():
+            from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
         self._optimizer = _Optimizer()
         self._override = options.override_opt_param_scheduler

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import numpy as np
-from megatron.core.datasets.indexed_dataset import IndexedDataset
 
 from megatron_flex.data.errors import DataError
 from megatron_flex.data.index_check import check_index
 from megatron_flex.data.keyed import IntArray
+from megatron_flex.imports import quick_import
+
+with quick_import():
+    from megatron.core.datasets.indexed_dataset import IndexedDataset
 
 _PROBE = 1 << 16  # tokens at each end that are looked at when a data set is opened
 

@@ -9,7 +9,11 @@ from pathlib import Path
 from types import TracebackType
 
 import numpy as np
-from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
+
+from megatron_flex.imports import quick_import
+
+with quick_import():
+    from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
 
 
 class IndexedWriter:

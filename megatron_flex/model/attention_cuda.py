@@ -19,7 +19,6 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
-from torch.nn.attention.bias import causal_lower_right
 
 from megatron_flex.model.attention_options import AttentionOptions
 from megatron_flex.model.context import PackedContext
@@ -108,7 +107,12 @@ def attend_per_sample(
     keys, values = (t.transpose(0, 1).split(spans.key_lengths, dim=1) for t in (key, value))
     for q, k, v in zip(queries, keys, values, strict=True):
         square = q.shape[1] == k.shape[1]
-        bias = causal_lower_right(q.shape[1], k.shape[1]) if options.causal and not square else None
+        bias = None
+        if options.causal and not square:
+            # Imported here: it loads the compiler, seconds and 70 MB for each worker.
+            from torch.nn.attention.bias import causal_lower_right
+
+            bias = causal_lower_right(q.shape[1], k.shape[1])
         grouped = q.shape[0] != k.shape[0]
         if grouped and bias is not None:  # the kernel for such a mask knows no groups
             k, v = (t.repeat_interleave(q.shape[0] // t.shape[0], dim=0) for t in (k, v))

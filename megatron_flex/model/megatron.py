@@ -5,9 +5,8 @@ Nothing here reads megatron-core's global state (``parallel_state``): process gr
 
 from __future__ import annotations
 
-import contextlib
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
@@ -15,6 +14,7 @@ from typing import Any
 import torch
 from torch.nn.functional import gelu, silu
 
+from megatron_flex.imports import quick_import
 from megatron_flex.model.config import ModelConfig
 from megatron_flex.model.layers import Kind
 from megatron_flex.model.swiglu import SwiGLU
@@ -22,29 +22,7 @@ from megatron_flex.model.tape import linear
 from megatron_flex.model.tensor_group import SOLO, TensorGroup
 from megatron_flex.model.tensor_regions import leave
 
-
-@contextlib.contextmanager
-def _quick_import() -> Iterator[None]:
-    """Import megatron-core without its warnings and without the compiler.
-
-    It warns that it falls back to torch's norms where Apex is missing, and decorates its fused
-    functions with ``torch.compile``, which loads the compiler: seconds and 70 MB for each worker.
-    No such function is used here, so they stay as they are written.
-    """
-
-    def as_written(model: Any = None, **_: Any) -> Any:
-        return (lambda function: function) if model is None else model
-
-    compile_, torch.compile = torch.compile, as_written
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        torch.compile = compile_
-
-
-with _quick_import():
+with quick_import():
     from megatron.core.models.bert.bert_lm_head import BertLMHead
     from megatron.core.models.bert.pooler import Pooler
     from megatron.core.models.common.embeddings.language_model_embedding import (
@@ -188,7 +166,7 @@ def transformer_engine_modules() -> LayerModules:
 
     Needs CUDA and the package ``transformer_engine``; raises ``ImportError`` without them.
     """
-    with _quick_import():
+    with quick_import():
         from megatron.core.extensions import transformer_engine as te
 
     if not te.HAVE_TE:

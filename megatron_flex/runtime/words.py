@@ -17,7 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from megatron_flex.runtime.attempt import ATTEMPT
@@ -77,8 +77,9 @@ def _path(environment: Mapping[str, str]) -> Path:
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
         raise PermissionError(f"{directory} is not this user's own")
     for old in directory.iterdir():
-        if old.stat().st_mtime < time.time() - KEEP:
-            old.unlink(missing_ok=True)
+        with suppress(FileNotFoundError):  # another worker has removed it
+            if old.stat().st_mtime < time.time() - KEEP:
+                old.unlink()
     return directory / hashlib.sha256("\0".join(values).encode()).hexdigest()[:24]
 
 

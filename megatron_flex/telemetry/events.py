@@ -41,7 +41,9 @@ class EventFile:
     """
 
     def __init__(self, directory: Path, queue_size: int) -> None:
-        place = f"{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}.{next(_numbers)}"
+        # Readers take files by name: of two that were begun within a second the later one last.
+        second, number = int(time.time()), next(_numbers)
+        place = f"{second:010d}.{socket.gethostname()}.{os.getpid()}.{number:06d}"
         self._file = GrowingFile(directory / f"events.out.tfevents.{place}{OURS}", FLAG)
         self._queue_size = queue_size
         self._queue: list[bytes] = []

@@ -220,7 +220,8 @@ def train(
             moved=moved,
             tensor=tensor,
         )
-        validate(program, layers)
+        if world.rank == 0:  # it is the same one everywhere
+            validate(program, layers)
         if world.reductions is not None:
             world.reductions.prepare(set(groups_of(program.instructions)))
         due = iteration >= 3 if fault_when == "always" else switch is not None and not broken

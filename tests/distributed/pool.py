@@ -7,6 +7,7 @@ fresh default process group and each rank's return value comes back. Every wait 
 
 from __future__ import annotations
 
+import ctypes
 import faulthandler
 import gc
 import multiprocessing
@@ -24,6 +25,9 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
 
 MAX_WORKERS = 6
 PRELOAD = ["megatron_flex.training", "tests.distributed.pool"]
@@ -82,6 +86,7 @@ class WorkerPool:
     def __init__(self) -> None:
         self._workers: list[_Worker] = []
         self._directory = tempfile.TemporaryDirectory(prefix="workers-")
+        self._store: dist.TCPStore | None = None
         self._jobs = 0
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(PRELOAD)
@@ -102,13 +107,14 @@ class WorkerPool:
         """
         self._start(world_size)
         self._jobs += 1
-        rendezvous = Path(self._directory.name) / f"rendezvous{self._jobs}"
+        if self._store is None:  # at a port that the kernel chooses; a file would be polled
+            self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        meeting = (self._store.port, f"job {self._jobs}")
         name = f"{function.__module__}.{function.__qualname__}"
         for rank, worker in enumerate(self._workers[:world_size]):
-            job = (rank, world_size, str(rendezvous), timeout, function, arguments, keywords)
+            job = (rank, world_size, meeting, timeout, function, arguments, keywords)
             _send(worker.connection, job)
         answers = self._collect(world_size, name, timeout)
-        rendezvous.unlink(missing_ok=True)
         failed = [rank for rank, answer in answers.items() if answer.kind]
         if failed:
             first = min(failed, key=lambda rank: answers[rank].moment)
@@ -122,6 +128,7 @@ class WorkerPool:
     def close(self) -> None:
         """End all workers."""
         self._kill()
+        self._store = None
         self._directory.cleanup()
 
     def _start(self, world_size: int) -> None:
@@ -211,10 +218,6 @@ def _receive(connection: Connection) -> Any:
 
 def _serve(connection: Connection, log: str) -> None:
     """A worker's life: jobs until the pool closes the connection."""
-    import ctypes
-
-    import torch
-
     os.setsid()
     # The pool's own process may be killed; a worker in the middle of a job must not outlive it.
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
@@ -249,28 +252,28 @@ def _serve(connection: Connection, log: str) -> None:
 def _run_job(
     rank: int,
     world_size: int,
-    rendezvous: str,
+    meeting: tuple[int, str],
     timeout: float,
     function: Callable[..., Any],
     arguments: tuple[Any, ...],
     keywords: dict[str, Any],
 ) -> _Answer:
     """Run one job between setting up and clearing away all that a job may leave behind."""
-    import torch
-    import torch.distributed as dist
-
     environment, directory, path = dict(os.environ), os.getcwd(), list(sys.path)
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
     random.seed(rank)
     torch.manual_seed(rank)
     try:
+        port, job = meeting
+        limit = timedelta(seconds=timeout)
+        store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=limit)
         dist.init_process_group(
             "gloo",
-            init_method=f"file://{rendezvous}",
+            store=dist.PrefixStore(job, store),
             rank=rank,
             world_size=world_size,
-            timeout=timedelta(seconds=timeout),
+            timeout=limit,
         )
         # A rank that were done already would cut off one that is still connecting.
         dist.barrier()

@@ -135,7 +135,7 @@ def test_a_full_disk_on_one_rank_is_an_error_on_all_at_once(
     for message, seconds in outcomes:
         assert f"rank {culprit}: {tmp_path}" in message
         assert "limit is reached" in message
-        assert seconds < 5
+        assert seconds < 30  # and not the group's time-out
     assert sorted(os.listdir(tmp_path)) == [".checkpoint.lock", "iter_0000001", layout.TRACKER]
     assert workers.run(2, _load, str(tmp_path), [[0, 1]] * 3, 1) == [6, 6]
 
@@ -165,7 +165,7 @@ def test_ranks_that_disagree_are_told_and_nothing_is_written(
 def _damaged(directory: str) -> str:
     tensors = {name: torch.zeros(11, 13) for name in names_of(0)}
     message, seconds = _outcome(lambda: load(directory, tensors, group=new_group()))
-    assert seconds < 5
+    assert seconds < 30
     assert not any(tensor.any() for tensor in tensors.values())
     return message
 

@@ -28,6 +28,7 @@ from megatron_flex.planner.closed_form import closed_form_profile
 from megatron_flex.planner.messages import Question, Task
 from megatron_flex.planner.plan import Plan, PlanError
 from megatron_flex.planner.service import Service
+from megatron_flex.telemetry.record import IterationRecord
 from megatron_flex.training import Trainer
 from tests.close import assert_numbers_close
 from tests.distributed.pool import WorkerError, WorkerPool
@@ -96,6 +97,17 @@ def test_a_recorded_run_replays_to_the_same_bits(
     runs.assert_equal_bits(second, first)
 
 
+def assert_as_predicted(records: Sequence[IterationRecord], tolerance: float) -> None:
+    """Memory is what was predicted.
+
+    What a late worker has not taken yet stays with the one that sent it: single ones hold more.
+    """
+    errors = [r.extra["memory-measured"] / r.extra["memory-predicted"] - 1.0 for r in records]
+    assert abs(statistics.median(errors)) < tolerance
+    assert min(errors) > -tolerance
+    assert max(errors) < 0.15
+
+
 def test_batches_that_fit_no_layout_train_with_memory_optimisation_within_the_budget(
     workers: WorkerPool, data: str, undisturbed: runs.Run
 ) -> None:
@@ -103,11 +115,10 @@ def test_batches_that_fit_no_layout_train_with_memory_optimisation_within_the_bu
     runs.assert_same(run, undisturbed)
     records = run.history.iterations
     assert all(plan.o_plan for plan in plans_of(run))
+    assert_as_predicted(records, 0.05)
     for record in records:
         assert record.extra["memory-over-budget"] == 0.0
         assert 0.0 < record.extra["memory-measured"] <= 370_000
-        near = pytest.approx(record.extra["memory-predicted"], rel=0.05)
-        assert record.extra["memory-measured"] == near
         assert "/" in record.notes["memory predicted/measured (MB)"]
         assert "iterations over the memory budget" not in record.notes
 
@@ -121,13 +132,22 @@ def smallest_budget(argv: list[str], world_size: int, batches: int) -> float:
     size = config.training.global_batch_size
     listed = [tuple(parts.train.batch(i * size, size).lengths.tolist()) for i in range(batches)]
     listed = sorted(set(listed), key=max)[-12:]  # those with the longest samples
-    low, high = 1e5, 1e6
-    while high > 1.01 * low:
-        middle = (low + high) / 2
-        service = Service(replace(setup, options=replace(setup.options, budget=int(middle))))
-        answers = (service.answer(Question(0, (lengths,))) for lengths in listed)
-        low, high = (middle, high) if any(a.problem for a in answers) else (low, middle)
-    return high
+    # Whether anything fits needs no search for the best.
+    options = replace(setup.options, simulations=0)
+    enough = 1e5
+    for lengths in reversed(listed):  # the others mostly fit into what the first one needs
+        service = Service(replace(setup, options=replace(options, budget=int(enough))))
+        answer = service.answer(Question(0, (lengths,)))
+        if answer.problem:
+            enough = 1e9 * float(advised(answer.problem))
+    return enough
+
+
+def advised(text: str) -> str:
+    """The budget that a refusal names."""
+    found = re.search(r"would do is \S+ MB \(--flexpipe-memory-budget-gb (\S+)\)", text)
+    assert found, text
+    return found[1]
 
 
 def test_a_tight_budget_is_never_exceeded(
@@ -149,18 +169,15 @@ def test_a_tight_budget_is_never_exceeded(
 def test_split_backwards_fill_a_budget_and_keep_to_it(workers: WorkerPool, data: str) -> None:
     argv = flags(data, "--train-iters", "20", "--flexpipe-simulations", "50", budget="0.00055")
     run = runs.run(workers, 3, argv)
-    filled, errors = [], []
+    filled, split = [], []
     for record, plan in zip(run.history.iterations, plans_of(run), strict=True):
         assert record.extra["memory-over-budget"] == 0.0
         if plan.schedule == "zb":
             filled.append(record.extra["memory-predicted"] / 550_000)
-            errors.append(record.extra["memory-measured"] / record.extra["memory-predicted"] - 1.0)
+            split.append(record)
     assert len(filled) >= 5
     assert max(filled) > 0.9
-    # What a late worker has not taken yet stays with the one that sent it: single ones hold more.
-    assert abs(statistics.median(errors)) < 0.02
-    assert min(errors) > -0.02
-    assert max(errors) < 0.15
+    assert_as_predicted(split, 0.02)
 
 
 def test_iterations_over_the_budget_are_counted_and_said(workers: WorkerPool, data: str) -> None:
@@ -179,10 +196,8 @@ def test_a_batch_that_fits_nowhere_is_refused_before_it_runs(
     text = str(caught.value)
     assert re.search(r"device \d needs [\d.]+ [kM]B with recompute and offload", text)
     assert caught.value.kind == "PlanError"
-    budget = re.search(r"would do is \S+ MB \(--flexpipe-memory-budget-gb (\S+)\)", text)
-    assert budget, text
     one = ["--train-iters", "1", "--lr-warmup-iters", "0"]  # what the refusal had seen
-    run = runs.run(workers, 3, flags(data, *one, budget=budget[1]))
+    run = runs.run(workers, 3, flags(data, *one, budget=advised(text)))
     assert len(run.losses) == 1
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -130,6 +131,18 @@ def test_a_job_leaves_no_state_for_the_next(workers: WorkerPool) -> None:
 
 def test_random_numbers_are_the_same_in_every_run_of_a_job(workers: WorkerPool) -> None:
     assert workers.run(2, _random_number) == workers.run(2, _random_number)
+
+
+def _compiler() -> list[str]:
+    return [name for name in ("torch._dynamo", "torch._inductor") if name in sys.modules]
+
+
+def test_a_worker_starts_without_pytorchs_compiler() -> None:
+    pool = WorkerPool()  # new workers: other tests import what training does not
+    try:
+        assert pool.run(1, _compiler) == [[]], "seconds and 70 MB for each worker"
+    finally:
+        pool.close()
 
 
 def test_more_workers_than_the_pool_has_are_refused(workers: WorkerPool) -> None:

@@ -34,7 +34,9 @@ import importlib.util
 import queue
 import sys
 import threading
+import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
 
@@ -107,24 +109,56 @@ def parse_arguments(
     return loader, saver, arguments
 
 
+class SaverEnded(BaseException):
+    """Ends a loader whose saver takes no more messages."""
+
+
+class Messages(queue.Queue[object]):
+    """From the loader to the saver, while there is one."""
+
+    ended = False
+
+    def put(self, item: object, block: bool = True, timeout: float | None = None) -> None:
+        """Put a message; raises :class:`SaverEnded`."""
+        if self.ended:
+            raise SaverEnded
+        super().put(item, block, timeout)
+
+    def end(self, loader: threading.Thread, seconds: float) -> None:
+        """Take no more messages, and wait for the loader.
+
+        A thread in the middle of PyTorch's C++ code when the interpreter ends would crash it.
+        """
+        self.ended = True
+        deadline = time.monotonic() + seconds
+        while loader.is_alive() and time.monotonic() < deadline:
+            with suppress(queue.Empty):  # it may wait for room
+                self.get_nowait()
+            loader.join(0.01)
+
+
 def convert(loader: ModuleType, saver: ModuleType, arguments: argparse.Namespace) -> None:
     """Run the loader in a thread and the saver here; raises the first error of either."""
-    messages: queue.Queue[object] = queue.Queue(maxsize=arguments.max_queue_size)
+    messages = Messages(maxsize=arguments.max_queue_size)
     errors: list[BaseException] = []
 
     def run_loader() -> None:
-        try:
-            loader.load_checkpoint(messages, arguments)
-        except BaseException as error:  # a plug-in may leave through sys.exit
-            errors.append(error)
-            messages.put("exit")
+        with suppress(SaverEnded):
+            try:
+                loader.load_checkpoint(messages, arguments)
+            except (Exception, SystemExit) as error:  # a plug-in may leave through sys.exit
+                errors.append(error)
+                messages.put("exit")
 
-    # A loader that waits for a saver that failed must not keep the program alive.
-    threading.Thread(target=run_loader, name="loader", daemon=True).start()
+    # A loader that takes long must not keep a program alive whose saver failed.
+    thread = threading.Thread(target=run_loader, name="loader", daemon=True)
+    thread.start()
     try:
         saver.save_checkpoint(messages, arguments)
     except BaseException as error:
+        messages.end(thread, 5.0)
         raise (errors[0] if errors else error) from None
+    messages.end(thread, 600.0)
 
 
 def main(given: Sequence[str] | None = None) -> int:

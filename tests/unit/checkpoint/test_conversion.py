@@ -8,12 +8,14 @@ import os
 import pickle
 import subprocess
 import sys
+import threading
+import time
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from queue import Queue
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -604,6 +606,49 @@ def test_a_saver_that_fails_does_not_wait_for_its_loader(tmp_path: Path) -> None
     write_flex(tmp_path / "a", random_weights(GPT))
     (tmp_path / "b").touch()
     assert _convert("flex", tmp_path / "a", "core", tmp_path / "b", "--max-queue-size", "6") == 1
+
+
+def _run(load: Callable[..., None], save: Callable[..., None]) -> None:
+    loader, saver = ModuleType("loader"), ModuleType("saver")
+    loader.load_checkpoint, saver.save_checkpoint = load, save  # type: ignore[attr-defined]
+    convert.convert(loader, saver, Namespace(max_queue_size=1))
+
+
+def test_a_loader_that_has_said_all_is_let_come_to_its_end() -> None:
+    saved, ended = threading.Event(), []
+
+    def load(messages: Any, _: object) -> None:
+        messages.put("done")
+        saved.wait(30)
+        time.sleep(0.05)
+        ended.append(True)
+
+    def save(messages: Any, _: object) -> None:
+        assert messages.get() == "done"
+        saved.set()
+
+    _run(load, save)
+    assert ended
+
+
+def test_a_loader_whose_saver_has_failed_comes_to_its_next_message_and_no_further() -> None:
+    ended: list[int] = []
+
+    def load(messages: Any, _: object) -> None:
+        try:
+            for number in range(10**6):
+                messages.put(number)
+        finally:
+            ended.append(number)
+
+    def save(messages: Any, _: object) -> None:
+        messages.get()
+        raise CheckpointError("no room")
+
+    with pytest.raises(CheckpointError, match="no room"):
+        _run(load, save)
+    assert len(ended) == 1
+    assert ended[0] < 10
 
 
 def test_a_plug_in_of_others_is_found_on_the_path(tmp_path: Path) -> None:

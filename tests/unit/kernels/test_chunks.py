@@ -86,7 +86,7 @@ def test_a_late_chunk_is_named() -> None:
     before = time.monotonic()
     with pytest.raises(TimeoutError, match=r"chunk 2 of 3 of version 4 did not come within 0\.2 s"):
         kernels.read_chunks(arena, target, flags, 4, 10, 0.2)
-    assert 0.2 <= time.monotonic() - before < 5
+    assert 0.2 <= time.monotonic() - before < 30
     assert torch.equal(target[:20], arena[:20])
     assert not target[20:].any()
 

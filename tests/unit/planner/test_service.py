@@ -221,8 +221,8 @@ def test_a_killed_process_is_an_error_and_no_wait(process: PlannerProcess) -> No
     os.kill(process.pid, signal.SIGKILL)
     began = time.monotonic()
     with pytest.raises(PlannerGoneError, match="has ended"):
-        process.take(30.0)
-    assert time.monotonic() - began < 5.0
+        process.take(60.0)
+    assert time.monotonic() - began < 30.0
 
 
 def test_a_launcher_that_ends_the_job_leaves_the_planner_to_its_worker(
@@ -248,11 +248,11 @@ def test_questions_to_a_stopped_process_do_not_wait(process: PlannerProcess) -> 
 
     thread = threading.Thread(target=ask, daemon=True)
     thread.start()
-    thread.join(10.0)
+    thread.join(60.0)
     assert asked == [1, 2, 3, 4]
     began = time.monotonic()
     process.close()
-    assert time.monotonic() - began < 10.0
+    assert time.monotonic() - began < 30.0
 
 
 def test_a_closed_process_has_ended(process: PlannerProcess) -> None:

@@ -102,7 +102,7 @@ def test_a_copy_that_does_not_end_names_slab_and_seconds() -> None:
     words = "worker 0: 'copy of slab 3 into host memory' was not done within 1 s"
     with pytest.raises(CommunicationError, match=words):
         slabs.changeable(3)
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 30
 
 
 def test_what_the_manager_refuses_is_said_in_its_words() -> None:
