@@ -1,18 +1,18 @@
-"""Fine-tuning on real conversations: --flexpipe against an even pipeline, conversations a second.
+"""Fine-tuning on real conversations: --flexpipe against static layouts, conversations a second.
 
-    python benchmarks/finetune.py                      about 6 minutes on two idle cores
+    python benchmarks/finetune.py                      about 8 minutes on two idle cores
     python benchmarks/finetune.py --workers 4 --iterations 60 --repeats 3
 
 Give no more workers than there are idle cores: where they share them nothing waits, and no layout
 can gain anything.
 
 Data: the dialogues of chitchat-dataset that have an answer (pip install chitchat-dataset), as
-ChatML, the loss on the answers; made once, in --directory. Both runs train the same model from the
+ChatML, the loss on the answers; made once, in --directory. All runs train the same model from the
 same weights on the same batches. Even: --pipeline-model-parallel-size, whole conversations packed
-to --micro-batch-tokens; flexpipe: the planner chooses layout and slices of every iteration. Runs
-alternate; what is printed is the median over the runs of conversations divided by seconds, without
-the first --warmup iterations of each, and the largest relative difference between their losses,
-which must be at most 1e-6.
+to --micro-batch-tokens; replicas: the same without stages; flexpipe: costs are measured, and the
+planner chooses layout and slices of every iteration. Runs alternate; what is printed is the median
+over the runs of conversations divided by seconds, without the first --warmup iterations of each,
+and the largest relative difference between their losses, which must be at most 1e-6.
 """
 
 from __future__ import annotations
@@ -125,7 +125,9 @@ def main() -> None:
     parser.add_argument("--hidden-size", type=int, default=128)
     parser.add_argument("--seq-length", type=int, default=2048)
     parser.add_argument("--global-batch-size", type=int, default=16)
-    parser.add_argument("--micro-batch-tokens", type=int, default=2048, help="of the even pipeline")
+    parser.add_argument(
+        "--micro-batch-tokens", type=int, default=2048, help="of the static layouts"
+    )
     flags = parser.parse_args()
     if not 0 <= flags.warmup < flags.iterations:
         parser.error("--warmup must be below --iterations")
@@ -135,7 +137,8 @@ def main() -> None:
     layouts = {
         "even": ["--pipeline-model-parallel-size", str(flags.workers),
                  "--micro-batch-tokens", str(flags.micro_batch_tokens)],
-        "flexpipe": ["--flexpipe"],
+        "replicas": ["--micro-batch-tokens", str(flags.micro_batch_tokens)],
+        "flexpipe": ["--flexpipe", "--flexpipe-profile", "measure"],
     }  # fmt: skip
     found: dict[str, list[Outcome]] = {name: [] for name in layouts}
     with progress_bar(flags.repeats * len(layouts), "train", unit=" runs") as bar:
@@ -147,7 +150,8 @@ def main() -> None:
     for name, rate in rates.items():
         spread = ", ".join(f"{o.rate:.2f}" for o in found[name])
         print(f"{name:9s} {rate:7.2f} conversations/s   (runs: {spread})")
-    print(f"flexpipe / even: {rates['flexpipe'] / rates['even']:.2f}")
+    for name in ("even", "replicas"):
+        print(f"flexpipe / {name}: {rates['flexpipe'] / rates[name]:.2f}")
     expected = found["even"][0].losses
     worst = max(
         abs(a - b) / abs(b)

@@ -45,6 +45,7 @@ from megatron_flex.cluster.cluster import load
 from megatron_flex.config.config import Config
 from megatron_flex.data.batches import BatchSource
 from megatron_flex.data.global_batch import GlobalBatch
+from megatron_flex.link_speed import host_link
 from megatron_flex.loop.assemble import Parts, assemble
 from megatron_flex.loop.cutting import run_cut
 from megatron_flex.loop.iteration import cost_coefficients
@@ -59,7 +60,6 @@ from megatron_flex.runtime.executor import Executor
 from megatron_flex.runtime.holdings import Holdings
 from megatron_flex.runtime.optimizer import OptimizerConfig, StepSize
 from megatron_flex.runtime.world import World
-from tools.profile_layers import host_link
 
 STEP = StepSize(1e-4, 0.01)
 CPU = torch.device("cpu")
@@ -151,7 +151,8 @@ class Chooser:
     def batch(self, batch: GlobalBatch) -> Batch:
         """The micro-batches of a batch."""
         coefficients = cost_coefficients(self._parts.model)
-        return Batch.of(run_cut(self._config, coefficients, self._parts.model).micro_batches(batch))
+        model, profile = self._parts.model, self._parts.profile
+        return Batch.of(run_cut(self._config, coefficients, model, profile).micro_batches(batch))
 
     def planner(self, budget: float) -> Planner:
         """A planner for a budget in bytes."""

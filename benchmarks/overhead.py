@@ -200,7 +200,7 @@ def measure(arguments: argparse.Namespace) -> tuple[dict[str, list[Seconds]], li
     tokens: list[int] = []
     for number in range(arguments.iterations + 2):
         batch = source.batch(number * arguments.batch, arguments.batch)
-        parts = run_cut(config, coefficients, model).micro_batches(batch)
+        parts = run_cut(config, coefficients, model, None).micro_batches(batch)
         losses = {}
         names = list(arms)
         for name in names[number % len(names) :] + names[: number % len(names)]:

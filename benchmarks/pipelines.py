@@ -52,6 +52,7 @@ from megatron_flex.config.config import Config
 from megatron_flex.data.bar import progress_bar, shown
 from megatron_flex.data.batches import BatchSource
 from megatron_flex.data.global_batch import GlobalBatch
+from megatron_flex.link_speed import host_link
 from megatron_flex.loop.assemble import Parts, assemble
 from megatron_flex.planner.plan import Plan
 from megatron_flex.profiling import Workbench, fit, grid, measure
@@ -60,7 +61,7 @@ from megatron_flex.runtime.holdings import Holdings
 from megatron_flex.runtime.machine import machine_name
 from megatron_flex.runtime.optimizer import OptimizerConfig, StepSize
 from megatron_flex.runtime.world import World
-from tools.profile_layers import host_link, intra_link
+from tools.profile_layers import intra_link
 
 CPU = torch.device("cpu")
 STEP = StepSize(1e-4, 0.01)

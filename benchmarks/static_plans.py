@@ -46,7 +46,7 @@ class Chooser:
 
     def __init__(self, config: Config, parts: Parts, lengths: Sequence[Lengths]) -> None:
         cost = cost_coefficients(parts.model)
-        self._cut = run_cut(config, cost, parts.model)
+        self._cut = run_cut(config, cost, parts.model, parts.profile)
         self._service = Service(planner_setup(config, parts, 2, cost))
         self._units = parts.model.layers.num_units
         self.lengths = lengths

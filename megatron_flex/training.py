@@ -40,6 +40,7 @@ from megatron_flex.loop.measures import (
     memory_ratio,
     times_of,
 )
+from megatron_flex.loop.measuring import with_measured
 from megatron_flex.loop.memory import check_memory, memory_of_worker
 from megatron_flex.loop.open_plans import plans_change
 from megatron_flex.loop.opening import opening
@@ -120,6 +121,7 @@ def pretrain(config: Config) -> None:
                 check_outputs(config)
             parts = assemble(config)
             world.check_alike(of_the_files(config, parts))
+            parts = with_measured(config, world, parts)
             try:
                 check_attention(parts.model, world.device)
                 if not (config.flexpipe.flexpipe or config.cut_by_batch):
@@ -181,6 +183,7 @@ class Trainer:
             plan,
             Executor(world, self.holdings, optimizer, self.copies.arena()),
             self.coefficients,
+            parts.profile,
         )
         self.trace = Tracing(
             config.flexpipe.flexpipe_trace,

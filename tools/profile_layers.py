@@ -21,10 +21,8 @@ from __future__ import annotations
 
 import argparse
 import os
-import statistics
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -43,8 +41,10 @@ from megatron_flex.cluster.cluster import Link
 from megatron_flex.cluster.profile import Profile, ProfileError
 from megatron_flex.data.bar import progress_bar
 from megatron_flex.data.errors import DataError
+from megatron_flex.link_speed import host_link, link, there_and_back
 from megatron_flex.loop.iteration import tensor_of
-from megatron_flex.loop.questions import ABOUT, Run, read_run
+from megatron_flex.loop.measuring import measured_model, measured_tokens
+from megatron_flex.loop.questions import ABOUT, read_run
 from megatron_flex.model.config import ModelConfig
 from megatron_flex.model.tensor_cut import check
 from megatron_flex.model.tensor_group import SOLO, TensorGroup
@@ -67,8 +67,6 @@ from megatron_flex.runtime.world import World
 from megatron_flex.tokenizers.base import TokenizerError
 
 TOKENS = [64, 128, 256, 512, 1024, 2048]
-SMALL, LARGE = 1 << 10, 1 << 24
-"""Bytes of the two messages whose times give a link's latency and bandwidth."""
 
 
 def parser(beside_a_run: bool = False) -> argparse.ArgumentParser:
@@ -138,76 +136,12 @@ def config_of(args: argparse.Namespace) -> ModelConfig:
     )
 
 
-def of_a_run(run: Run, longest: int) -> ModelConfig:
-    """The model of a training command, with positions for ``longest`` tokens."""
-    config = run.parts.model
-    return replace(config, max_position_embeddings=max(config.max_position_embeddings, longest))
-
-
-def tokens_of(run: Run | None) -> list[int]:
-    """Token counts up to the largest micro-batch of a run, each half of the next."""
-    if run is None:
-        return TOKENS
-    config = run.config
-    batches = (cut_lengths(run, lengths) for lengths in run.lengths(8))
-    largest = max(config.data.micro_batch_tokens or 0, *map(max, batches))
-    return sorted({max(16, largest >> i) for i in range(6)})
-
-
-def cut_lengths(run: Run, lengths: tuple[int, ...]) -> list[int]:
-    """Tokens of the micro-batches of a batch."""
-    return [m.tokens for m in run.micro_batches(lengths)]
-
-
-def host_link(device: torch.device) -> Link:
-    """Copies between the device and (pinned) host memory, the slower way."""
-    times = []
-    for size in (SMALL, LARGE):
-        host = torch.empty(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
-        there = torch.empty(size, dtype=torch.uint8, device=device)
-        ways = []
-        for source, target in ((host, there), (there, host)):
-            samples = []
-            for _ in range(9):
-                _wait(device)
-                begin = time.perf_counter()
-                target.copy_(source, non_blocking=True)
-                _wait(device)
-                samples.append(time.perf_counter() - begin)
-            ways.append(statistics.median(samples))
-        times.append(max(ways))
-    return _link(times)
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-def _link(times: Sequence[float]) -> Link:
-    small, large = times
-    return Link((LARGE - SMALL) / max(large - small, 1e-9), small)
-
-
 def _exchange(rank: int, path: str, backend: str, queue: mp.SimpleQueue) -> None:
     dist.init_process_group(backend, init_method=f"file://{path}", rank=rank, world_size=2)
     device = torch.device("cuda", rank) if backend == "nccl" else torch.device("cpu")
     if backend == "nccl":
         torch.cuda.set_device(device)  # that of barriers
-    times = []
-    for size in (SMALL, LARGE):
-        data = torch.zeros(size, dtype=torch.uint8, device=device)
-        samples = []
-        for _ in range(9):
-            dist.barrier()
-            _wait(device)
-            begin = time.perf_counter()
-            # There and back, so that the clock of one process is enough.
-            for source in (0, 1):
-                (dist.send if rank == source else dist.recv)(data, 1 - rank)
-            _wait(device)
-            samples.append((time.perf_counter() - begin) / 2)
-        times.append(statistics.median(samples))
+    times = there_and_back(rank == 0, 1 - rank, device, dist.barrier)
     if rank == 0:
         queue.put(times)
     dist.destroy_process_group()
@@ -222,7 +156,7 @@ def intra_link(device: torch.device) -> Link | None:
     queue = context.SimpleQueue()
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(_exchange, (f"{folder}/store", backend, queue), nprocs=2)
-    return _link(queue.get())
+    return link(queue.get())
 
 
 @dataclass(frozen=True)
@@ -310,13 +244,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (DataError, PlanError, TokenizerError, ValueError, OSError) as error:
         print(f"profile: {error}", file=sys.stderr)
         return 1
-    args.tokens = args.tokens or tokens_of(run)
+    args.tokens = args.tokens or (TOKENS if run is None else measured_tokens(run))
     chosen = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     device = torch.device(chosen)
     if device.type == "cpu":
         torch.set_num_threads(1)
     try:
-        config = config_of(args) if run is None else of_a_run(run, max(args.tokens))
+        config = (
+            config_of(args) if run is None else measured_model(run.parts.model, max(args.tokens))
+        )
         tensor = (
             TensorParallel(args.tensor_model_parallel_size, args.sequence_parallel)
             if run is None
@@ -348,8 +284,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     for label, compare in (("everything pooled", pooled), ("all units together", whole)):
         a, b = compare(profile, seen), compare(profile, rest)
         print(f"{label:<26} {f'{a.median:.1%}, {a.p90:.1%}':<22} {b.median:.1%}, {b.p90:.1%}")
-    for label, link in links.items():
-        print(f"link {label}: {link.bytes_per_second / 1e9:.2f} GB/s, {link.latency * 1e6:.1f} us")
+    for label, one in links.items():
+        print(f"link {label}: {one.bytes_per_second / 1e9:.2f} GB/s, {one.latency * 1e6:.1f} us")
     print(f"wrote {args.output}")
     return 0
 

@@ -105,7 +105,7 @@ def words_of(args: argparse.Namespace, run: Run) -> list[str]:
           for word in (f"--{name.replace('_', '-')}", getattr(args, name))),
         "--configurations", *args.configurations,
     ]  # fmt: skip
-    if f.flexpipe_profile is not None:
+    if f.flexpipe_profile is not None and not f.measures:
         words += ["--profile", f.flexpipe_profile]
     if f.flexpipe_memory_budget_gb is not None:
         words += ["--memory-budget-gb", f.flexpipe_memory_budget_gb]

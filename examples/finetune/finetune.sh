@@ -86,6 +86,7 @@ TRAINING_ARGS=(
 )
 MODEL_PARALLEL_ARGS=(
     --flexpipe
+    --flexpipe-profile measure
     --distributed-backend "${BACKEND:-gloo}"
 )
 DATA_ARGS=(

@@ -21,6 +21,8 @@ Schedule = Literal[
     "zb",
 ]
 Batching = Literal["auto", "pack", "slices", "pad", "pad-batch", "pad-all", "bucket", "dynapipe"]
+MEASURE = "measure"
+"""In the place of a file with a profile."""
 PADDED = ("pad", "pad-batch", "pad-all", "bucket", "dynapipe")
 """Ways of batching that pad samples."""
 CHOSEN_BY_BATCH = ("bucket", "dynapipe")
@@ -118,9 +120,10 @@ class FlexpipeOptions:
     CPU workers."""
 
     flexpipe_profile: str | None = option(None, own=True)
-    """Measured costs of the model's parts, from tools/profile_layers.py. Those of another model are
-    refused, those of another machine are warned of. Not set: they follow from
-    the description of the cluster."""
+    """Measured costs of the model's parts: a file of tools/profile_layers.py, or the word measure:
+    they are measured for some seconds before training, and kept in --save for when the run is
+    resumed. Those of another model are refused, those of another machine are warned of. Not set:
+    they follow from the description of the cluster."""
 
     flexpipe_plans: str | None = option(None, own=True)
     """File with the layout of every iteration, one a line in the form of --flexpipe-plan; what
@@ -158,6 +161,11 @@ class FlexpipeOptions:
 
     flexpipe_trace_interval: int = option(1, own=True, at_least=1)
     """Trace the iterations whose number is a multiple of this."""
+
+    @property
+    def measures(self) -> bool:
+        """Whether a run begins by measuring its layers."""
+        return self.flexpipe_profile == MEASURE
 
     @property
     def slice_tokens(self) -> int | None:

@@ -541,7 +541,7 @@ def _switching(config: Config) -> Problems:
             yield f"{flag} has no effect with --skip-train: remove one of them"
     for flag, path, read in (
         ("--flexpipe-cluster", f.flexpipe_cluster, load_cluster),
-        ("--flexpipe-profile", f.flexpipe_profile, _read_profile),
+        ("--flexpipe-profile", None if f.measures else f.flexpipe_profile, _read_profile),
     ):
         try:
             if path is not None:
@@ -589,7 +589,7 @@ def _files(config: Config) -> Problems:
     uses: dict[Path, str] = {}
     for name in (*_READ, *_WRITTEN):
         path = values[name]
-        if path is None:
+        if path is None or (name == "flexpipe_profile" and config.flexpipe.measures):
             continue
         place = Path(path).resolve()
         if place.exists() and not (place.is_file() or place.is_dir()):

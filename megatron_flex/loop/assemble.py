@@ -38,7 +38,7 @@ class Parts:
     """What a run works with; equal on every worker.
 
     ``train``, ``valid`` and ``test`` are ``None`` where no document belongs to them. ``warnings``
-    are sentences on the data.
+    are sentences on the data; ``profile`` is what was measured of the layers, if it was.
     """
 
     model: ModelConfig
@@ -48,6 +48,7 @@ class Parts:
     test: BatchSource | None
     warnings: tuple[str, ...] = ()
     questions: Questions | None = None
+    profile: Profile | None = None
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,7 @@ def assemble(config: Config) -> Parts:
         check(model, config.parallel.tensor_model_parallel_size)
     except ValueError as error:  # --padded-vocab-size, for this tokenizer
         raise TokenizerError(str(error)) from error
-    _check_profile(config, model)
+    profile = _profile(config, model)
     sets = DataSets(_data_config(config, model, tokenizer))
     train = None
     if not config.evaluation.skip_train:
@@ -91,7 +92,7 @@ def assemble(config: Config) -> Parts:
     test = sets.source(Split.TEST, repeat=False)
     warnings = _warnings((train, valid, test), tokenizer.eod)
     questions = _questions(config, model, tokenizer)
-    return Parts(model, plan_of(config, model), train, valid, test, warnings, questions)
+    return Parts(model, plan_of(config, model), train, valid, test, warnings, questions, profile)
 
 
 def _questions(config: Config, model: ModelConfig, tokenizer: Tokenizer) -> Questions | None:
@@ -124,11 +125,11 @@ def _warnings(sources: Iterable[BatchSource | None], eod: int | None) -> tuple[s
     return tuple(dict.fromkeys(text for text in found if text is not None))
 
 
-def _check_profile(config: Config, model: ModelConfig) -> None:
-    """Refuse a profile of another model; warn, on one worker, of one of another machine."""
+def _profile(config: Config, model: ModelConfig) -> Profile | None:
+    """The file's; one of another model is refused, and one worker warns of another machine's."""
     path = config.flexpipe.flexpipe_profile
-    if path is None:
-        return
+    if path is None or config.flexpipe.measures:
+        return None
     profile = Profile.load(Path(path))
     try:
         profile.check_model(model)
@@ -143,6 +144,7 @@ def _check_profile(config: Config, model: ModelConfig) -> None:
     doubt = profile.doubt(machine_name(device))
     if doubt is not None and os.environ.get("RANK", "0") == "0":
         print(f"warning: --flexpipe-profile {path}: {doubt}", file=sys.stderr, flush=True)
+    return profile
 
 
 def _data_config(config: Config, model: ModelConfig, tokenizer: Tokenizer) -> DataConfig:

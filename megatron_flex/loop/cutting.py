@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from megatron_flex.arguments import plan_of
+from megatron_flex.cluster.profile import Profile
 from megatron_flex.config.config import Config
 from megatron_flex.data.cut import Cut
 from megatron_flex.data.microbatches import CostCoefficients
@@ -13,13 +14,15 @@ from megatron_flex.planner.dynapipe import dynapipe_of
 _PADS = {"pad": "micro-batch", "pad-batch": "batch", "pad-all": "batch", "bucket": "bucket"}
 
 
-def run_cut(config: Config, cost: CostCoefficients, model: ModelConfig) -> Cut:
-    """How a run's batches are cut."""
+def run_cut(
+    config: Config, cost: CostCoefficients, model: ModelConfig, profile: Profile | None
+) -> Cut:
+    """How a run's batches are cut; ``profile``: what was measured of its layers."""
     tokens, count = config.data.micro_batch_tokens, config.training.micro_batch_size
     f, gpt = config.flexpipe, config.architecture == "gpt"
     how = f.flexpipe_batching
     if how == "dynapipe":
-        known = dynapipe_of(unit_costs(config, model), plan_of(config, model))
+        known = dynapipe_of(unit_costs(config, model, profile), plan_of(config, model))
         return Cut(pad=how, dynapipe=known, cost=cost)
     if how in _PADS:
         length = config.model.seq_length if how == "pad-all" else 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 
@@ -60,14 +59,8 @@ def planner_options(config: Config) -> PlannerOptions:
     )
 
 
-def given_profile(config: Config) -> Profile | None:
-    """What ``--flexpipe-profile`` says."""
-    path = config.flexpipe.flexpipe_profile
-    return None if path is None else Profile.load(Path(path))
-
-
-def unit_costs(config: Config, model: ModelConfig) -> ModelCosts:
-    """What each unit of the model costs."""
+def unit_costs(config: Config, model: ModelConfig, given: Profile | None) -> ModelCosts:
+    """What each unit of the model costs; ``given``: as was measured."""
     cluster, options = cluster_of(config, config.devices), planner_options(config)
-    profile = run_profile(model, cluster, options.tensor, given_profile(config))
+    profile = run_profile(model, cluster, options.tensor, given)
     return Planner(model, profile, cluster, options).units

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from megatron_flex.cluster.profile import Profile
 from megatron_flex.config.config import Config
 from megatron_flex.data.batches import BatchSource
 from megatron_flex.data.global_batch import GlobalBatch
@@ -54,11 +55,12 @@ class Iterations:
     plan: Plan
     executor: Executor
     coefficients: CostCoefficients
+    profile: Profile | None = None
 
     def __post_init__(self) -> None:
         self.last: tuple[Received, tuple[MicroBatch, ...]] | None = None
         model = self.executor.holdings.config
-        self._cut = run_cut(self.config, self.coefficients, model)
+        self._cut = run_cut(self.config, self.coefficients, model, self.profile)
         self._reader = Reader(self.config.data.num_workers)
         self._budget = self.config.flexpipe.memory_budget
 

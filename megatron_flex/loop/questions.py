@@ -16,6 +16,7 @@ from megatron_flex.checkpoint.errors import CheckpointError
 from megatron_flex.config.config import GROUPS, Config, all_options
 from megatron_flex.config.derive import MODEL_FIELDS
 from megatron_flex.config.option import options
+from megatron_flex.data.cut import Cut
 from megatron_flex.data.microbatch import MicroBatch
 from megatron_flex.data.microbatches import CostCoefficients
 from megatron_flex.loop.assemble import Parts, assemble
@@ -31,6 +32,7 @@ ABOUT = (
     " --use-checkpoint-args for those of a checkpoint; then model and data are the run's, and flags"
     " of both have the trainer's meaning."
 )
+_UNMEASURED = " costs of layers: as the devices are described; training will measure its own first"
 _MARKS = ("--num-layers", "--use-checkpoint-args", "--load-hf")
 _DATA = ("train_data_path", "valid_data_path", "test_data_path", "data_args_path",
          "per_split_data_args_path", "data_path", "mock_data", "split")  # fmt: skip
@@ -54,6 +56,12 @@ class Run:
         """By which its micro-batches are cut."""
         return cost_coefficients(self.parts.model)
 
+    @property
+    def cut(self) -> Cut:
+        """How its batches are cut."""
+        parts = self.parts
+        return run_cut(self.config, self.coefficients, parts.model, parts.profile)
+
     def lengths(self, number: int) -> list[tuple[int, ...]]:
         """Sample lengths of its first batches, in the order of training."""
         source, sizes_ = self.parts.train, self.config.training.batch_sizes
@@ -68,7 +76,7 @@ class Run:
 
     def micro_batches(self, lengths: Sequence[int]) -> tuple[MicroBatch, ...]:
         """Of samples of these lengths, as its flags cut them."""
-        return micro_batches(run_cut(self.config, self.coefficients, self.parts.model), lengths)
+        return micro_batches(self.cut, lengths)
 
     def lines(self) -> list[str]:
         """The model and the data in words, as the run would begin with."""
@@ -80,6 +88,7 @@ class Run:
             model_line(self.config, self.parts),
             *data_lines(self.config, source, sizes(source)),
             *([] if self.told else [workers]),
+            *([_UNMEASURED] if self.config.flexpipe.measures else []),
         ]
 
 

@@ -8,7 +8,7 @@ from megatron_flex.data.microbatches import CostCoefficients
 from megatron_flex.loop.assemble import Parts
 from megatron_flex.loop.cores import planning_part
 from megatron_flex.loop.cutting import run_cut
-from megatron_flex.loop.devices import cluster_of, given_profile, planner_options
+from megatron_flex.loop.devices import cluster_of, planner_options
 from megatron_flex.planner.messages import Setup
 
 
@@ -21,14 +21,13 @@ def planner_setup(
 
     Raises ``ValueError`` naming the flag.
     """
-    f, cluster = config.flexpipe, cluster_of(config, devices)
-    given = given_profile(config)
+    f, given = config.flexpipe, parts.profile
     return Setup(
         parts.model,
-        description(cluster),
+        description(cluster_of(config, devices)),
         None if given is None else given.to_json(),
         planner_options(config),
-        run_cut(config, coefficients, parts.model),
+        run_cut(config, coefficients, parts.model, given),
         str(parts.plan),
         f.flexpipe_switch,
         part=planning_part(config.world_size),

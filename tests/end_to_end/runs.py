@@ -19,6 +19,7 @@ from megatron_flex import entry
 from megatron_flex.arguments import parse
 from megatron_flex.config.config import Architecture
 from megatron_flex.loop.assemble import assemble
+from megatron_flex.loop.measuring import with_measured
 from megatron_flex.model.config import ModelConfig
 from megatron_flex.runtime.shards import owned_state
 from megatron_flex.runtime.world import World
@@ -120,7 +121,7 @@ def train(argv: Sequence[str], architecture: Architecture = "gpt") -> Run:
         sharing,
         sequence_parallel=config.parallel.sequence_parallel,
     )
-    parts = assemble(config)
+    parts = with_measured(config, world, assemble(config))
     trainer = _Quiet(config, world, parts)
     history = History()
     with closing(trainer.recorder):

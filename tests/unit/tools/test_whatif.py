@@ -48,7 +48,7 @@ def test_the_trainer_does_with_the_flags_what_was_simulated(name: str) -> None:
     plan = plan_of(config, model)
     assert plan.stages == tuned.plan.stages
     assert plan.o_plan == (tuned.settled or tuned.plan.o_plan)
-    cut = run_cut(config, cost_coefficients(model), model)
+    cut = run_cut(config, cost_coefficients(model), model, None)
     rule = tuned.runner.variant.batching
     if isinstance(rule, ByCut):
         expected = rule.cut
