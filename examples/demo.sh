@@ -107,12 +107,19 @@ if ((done_before)); then
 else
   say "Training $last iterations with $WORKERS workers (they need some seconds to start)"
 fi
+stopped=
+trap 'stopped=1' INT # the workers save and end; what torchrun says of it is its own
 if ! torchrun --standalone --nproc-per-node "$WORKERS" pretrain_gpt.py \
   "${GPT_MODEL_ARGS[@]}" "${TRAINING_ARGS[@]}" "${MODEL_PARALLEL_ARGS[@]}" "${DATA_ARGS[@]}" \
   "${EVAL_AND_LOGGING_ARGS[@]}"; then
+  if [[ -n $stopped ]]; then
+    say "Stopped. The same command goes on from the last checkpoint"
+    exit 130
+  fi
   say "Training failed; the message above says why"
   exit 1
 fi
+trap - INT
 
 if [[ ${PLAN:-} == each ]]; then
   say "Switches that the data caused (all of them: $RUN/plans.txt)"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
@@ -39,7 +40,10 @@ def pretrain_main(architecture: Architecture) -> NoReturn:
         convert_source(config, rank=int(os.environ.get("RANK", 0)))
         pretrain(config)
 
-    run(main)
+    saves = "--exit-signal-handler" in sys.argv
+    run(
+        main, "" if saves else ": nothing was saved (with --exit-signal-handler Ctrl-C saves first)"
+    )
 
 
 def tensor_size(build: Callable[[int], Config], workers: int) -> int:

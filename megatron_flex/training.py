@@ -220,6 +220,7 @@ class Trainer:
         recording = Recording(record, first) if record and self.speaks else None
         self.recording = Expendable(recording, self._say)
         self.saved: int | None = None
+        self.validated: int | None = None
         if self.speaks:
             self.recorder.note(dump(config))
             for line in opening(config, parts, plan, self.progress, self.coefficients):
@@ -329,10 +330,14 @@ class Trainer:
         return reason is None
 
     def final_evaluation(self) -> None:
-        """Validate and test at the end of the run, as Megatron-LM does."""
+        """Validate and test at the end of the run, as Megatron-LM does.
+
+        It validates again where that was due after the last iteration; here that is not repeated.
+        """
         at = f"iteration {self.progress.iteration}"
         if self.config.evaluation.eval_interval is not None or self.config.evaluation.skip_train:
-            self._evaluate(self.parts.valid, f"{at} on validation set")
+            if self.validated != self.progress.iteration:
+                self._evaluate(self.parts.valid, f"{at} on validation set")
             self._evaluate(self.parts.test, f"{at} on test set", test=True)
 
     @property
@@ -460,7 +465,7 @@ class Trainer:
         self.switched = self.iterations.plan.stages != choice.plan.stages
         if not plans_change(self.config):
             return extra, notes
-        notes["plan"] = f"({','.join(map(str, choice.plan.degrees))})"
+        notes["plan"] = choice.plan.shape
         if choice.action:
             notes["action"] = choice.action
         if choice.simulations is not None:
@@ -513,6 +518,7 @@ class Trainer:
                              found.samples, found.tokens, test)
         )  # fmt: skip
         if not test:
+            self.validated = progress.iteration
             self._complete()
         return found.signals
 

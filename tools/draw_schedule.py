@@ -40,6 +40,7 @@ from megatron_flex.schedule.operations import Floats, Integers, OpKind
 from megatron_flex.schedule.placement import Placement, Problem, positions
 from megatron_flex.schedule.replay import replay_program
 from megatron_flex.schedule.text import load
+from megatron_flex.signals import run_tool
 
 BEST = "best"
 _TOKENS = re.compile(r"(-?[0-9]{1,9})(?:/(-?[0-9]{1,9}))?")  # of a sample, and its slices
@@ -228,4 +229,4 @@ def main(given: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    run_tool(main)

@@ -18,7 +18,7 @@ PAGE = ROOT / "docs" / "flags.md"
 
 INTRODUCTION = """# Flags
 
-Written by `tools/flags.py` from the parser; do not edit.
+For those who look a flag up. Written by `tools/flags.py` from the parser; do not edit.
 
 Flags have the names, the meaning and the defaults of Megatron-LM 0.16, with the exceptions below.
 They are given in full (no abbreviations). A flag that is unknown, that contradicts another, or that
@@ -32,6 +32,7 @@ Differences from Megatron-LM:
   defaults are among the values that are refused.
 - `--save` alone saves every 500 iterations and at the end; in Megatron-LM `--save-interval` has no
   default.
+- A validation that was due after the last iteration is not repeated at the end.
 - The log line on the screen is short; `--log-file` gets Megatron-LM's, and with
   `--log-format megatron` the screen does.
 - `--micro-batch-tokens` can take the place of `--micro-batch-size`, and then `--global-batch-size`

@@ -50,6 +50,7 @@ from megatron_flex.data.prompts import Asked, Prompt, Prompts, read_asked
 from megatron_flex.loop.local_model import end_tokens, local_blocks
 from megatron_flex.model.decode import Completion, complete, room
 from megatron_flex.model.sampling import Sampler, Sampling
+from megatron_flex.signals import run_tool
 from megatron_flex.telemetry.files import replace
 from megatron_flex.tokenizers.base import Tokenizer, TokenizerError
 from megatron_flex.tokenizers.build import TYPES, build_tokenizer
@@ -229,4 +230,4 @@ def main(words: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_tool(main)

@@ -64,6 +64,7 @@ from megatron_flex.planner.switching import Running
 from megatron_flex.planner.tensor_choice import Outlook, best, in_words, reasons, sizes
 from megatron_flex.planner.ways import ways
 from megatron_flex.schedule.list_scheduler import POLICIES
+from megatron_flex.signals import run_tool
 from megatron_flex.tokenizers.base import TokenizerError
 
 BUDGETS = (1024, 2048, 4096)
@@ -425,4 +426,4 @@ def show(
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_tool(main)

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Tokenize JSONL (or Parquet) into Megatron's .bin/.idx files, one document a line.
+"""Tokenize JSONL, Parquet or text files into Megatron's .bin/.idx files, one document a line.
 
     python tools/preprocess_data.py --input corpus.jsonl --output-prefix data/corpus \
         --tokenizer-type SentencePieceTokenizer --tokenizer-model tokenizer.model \
@@ -38,6 +38,7 @@ from megatron_flex.data.encode import ENDED, EncodeOptions
 from megatron_flex.data.errors import DataError
 from megatron_flex.data.jsonl import read_lines, read_record
 from megatron_flex.data.turns import Turns
+from megatron_flex.signals import run_tool
 from megatron_flex.tokenizers.base import Tokenizer, TokenizerError
 from megatron_flex.tokenizers.build import TYPES, build_tokenizer
 from megatron_flex.tokenizers.chat_template import ChatTemplate, find_template, home
@@ -49,14 +50,15 @@ if TYPE_CHECKING:
 def parser() -> argparse.ArgumentParser:
     """The command line."""
     result = argparse.ArgumentParser(
-        description="Tokenize JSONL into Megatron's .bin/.idx files, one document a line.",
+        description="Tokenize JSONL, Parquet or text files into Megatron's .bin/.idx files.",
         allow_abbrev=False,
     )
     group = result.add_argument_group("input data")
     group.add_argument(
         "--input",
         required=True,
-        help="JSONL, .json array or .parquet file, or pattern; .gz is unpacked",
+        help="JSONL, .json array, .parquet or .txt file (one document), or pattern in quotes; .gz"
+        " is unpacked",
     )
     group.add_argument(
         "--sample-format",
@@ -312,4 +314,4 @@ def main(words: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_tool(main)

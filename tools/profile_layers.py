@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -64,6 +65,7 @@ from megatron_flex.profiling import (
     whole,
 )
 from megatron_flex.runtime.world import World
+from megatron_flex.signals import end_quietly, run_tool, withheld
 from megatron_flex.tokenizers.base import TokenizerError
 
 TOKENS = [64, 128, 256, 512, 1024, 2048]
@@ -137,6 +139,7 @@ def config_of(args: argparse.Namespace) -> ModelConfig:
 
 
 def _exchange(rank: int, path: str, backend: str, queue: mp.SimpleQueue) -> None:
+    end_quietly()
     dist.init_process_group(backend, init_method=f"file://{path}", rank=rank, world_size=2)
     device = torch.device("cuda", rank) if backend == "nccl" else torch.device("cpu")
     if backend == "nccl":
@@ -155,7 +158,10 @@ def intra_link(device: torch.device) -> Link | None:
     context = mp.get_context("spawn")
     queue = context.SimpleQueue()
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(_exchange, (f"{folder}/store", backend, queue), nprocs=2)
+        with withheld(signal.SIGINT):
+            spawned = mp.spawn(_exchange, (f"{folder}/store", backend, queue), 2, join=False)
+        while not spawned.join():
+            pass
     return link(queue.get())
 
 
@@ -204,9 +210,9 @@ def shared(
     context = mp.get_context("spawn")
     queue = context.SimpleQueue()
     with tempfile.TemporaryDirectory() as folder:
-        spawned = mp.spawn(
-            _rank, (f"{folder}/store", device.type, tensor, work, queue), tensor.size, join=False
-        )
+        words = (f"{folder}/store", device.type, tensor, work, queue)
+        with withheld(signal.SIGINT):
+            spawned = mp.spawn(_rank, words, tensor.size, join=False)
         while queue.empty() and not spawned.join(0.2):  # an error of a rank is raised here
             pass
         found: tuple[Profile, Samples, Samples] = queue.get()
@@ -218,6 +224,7 @@ def shared(
 def _rank(
     index: int, path: str, kind: str, tensor: TensorParallel, work: Work, queue: mp.SimpleQueue
 ) -> None:
+    end_quietly()
     cuda = kind == "cuda"
     device = torch.device("cuda", index) if cuda else torch.device("cpu")
     if cuda:
@@ -291,4 +298,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_tool(main)

@@ -27,6 +27,7 @@ if str(ROOT) not in sys.path:
 from megatron_flex.data.bar import shown
 from megatron_flex.report.page import GANTTS, page
 from megatron_flex.report.read import ReportError, RunData, read_run, runs_in
+from megatron_flex.signals import run_tool
 from megatron_flex.telemetry.files import replace
 
 
@@ -97,4 +98,4 @@ def main(given: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    run_tool(main)

@@ -8,8 +8,8 @@
     python tools/report_memory.py --workers 4 FLAGS-OF-A-TRAINING-COMMAND
     python tools/report_memory.py --workers 4 --load CHECKPOINTS --use-checkpoint-args
 
-The last two report on the plan of the flags, with the batch that has the longest sample among the
-first ``--batches`` of the run.
+The last two report on the batch that has the longest sample among the first ``--batches`` of the
+run, under the plan of the flags; with --flexpipe under the one that the planner chooses for it.
 
 ``--plan`` is a plan's text form, with what it does for its memory: ``; recompute 1-4 ; optimizer
 5,6 ; activations 8``. ``--stages`` cuts an even layout by cost instead. The peak is found by going
@@ -38,7 +38,8 @@ from megatron_flex.data.microbatch import MicroBatch
 from megatron_flex.data.microbatches import CostCoefficients, cut_by_tokens
 from megatron_flex.data.mock import mixture_lengths
 from megatron_flex.loop.iteration import tensor_of
-from megatron_flex.loop.questions import ABOUT, heaviest, read_run
+from megatron_flex.loop.questions import ABOUT, Run, heaviest, read_run
+from megatron_flex.loop.setup import planner_setup
 from megatron_flex.model.config import ModelConfig
 from megatron_flex.model.layers import Kind
 from megatron_flex.model.tensor_cut import check
@@ -47,10 +48,14 @@ from megatron_flex.planner.footprint import Footprint
 from megatron_flex.planner.memory import total_parameters
 from megatron_flex.planner.passes import passes
 from megatron_flex.planner.plan import OPlan, Plan, PlanError
+from megatron_flex.planner.pool import Pool
 from megatron_flex.planner.presets import MODELS, model
+from megatron_flex.planner.service import Service
 from megatron_flex.planner.static import static_plan
 from megatron_flex.planner.tensor import TensorParallel
+from megatron_flex.planner.ways import ways
 from megatron_flex.programs import build_program
+from megatron_flex.signals import run_tool
 from megatron_flex.tokenizers.base import TokenizerError
 
 
@@ -166,6 +171,15 @@ def beside(config: ModelConfig, plan: Plan, *, compare: bool) -> dict[str, Plan]
     return found
 
 
+def plan_for(run: Run, lengths: Sequence[int]) -> Plan:
+    """The plan of the flags, or with --flexpipe the one that is chosen for samples so long."""
+    if not run.config.flexpipe.flexpipe:
+        return run.parts.plan
+    setup = planner_setup(run.config, run.parts, run.config.devices, run.coefficients)
+    among = ways(setup.cut, lengths, run.config.devices)
+    return Service(setup).planner.decide_with(Pool.empty(), among, None)[0].plan
+
+
 def report(
     config: ModelConfig,
     plan: Plan,
@@ -247,9 +261,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             name, config, devices = "this run", run.parts.model, run.config.devices
             tensor = tensor_of(run.config)
             lengths = heaviest(run.lengths(max(1, args.batches)))
-            parts = run.micro_batches(lengths)
-            plan = Plan.parse(args.plan) if args.plan else run.parts.plan
+            plan = Plan.parse(args.plan) if args.plan else plan_for(run, lengths)
             plan.check(config.layers.num_units, devices)
+            parts = run.micro_batches(lengths, plan)
             listed = beside(config, plan, compare=args.compare)
             bitwise = run.config.flexpipe.flexpipe_bitwise
             schedule = run.config.flexpipe.flexpipe_schedule or "1f1b"
@@ -286,4 +300,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_tool(main)

@@ -25,6 +25,7 @@ import argparse
 import json
 import math
 import multiprocessing
+import signal
 import sys
 import tempfile
 import threading
@@ -51,6 +52,7 @@ from megatron_flex.planner.options import PlannerOptions
 from megatron_flex.planner.plan import PlanError
 from megatron_flex.planner.presets import MODELS, model
 from megatron_flex.planner.tensor import TensorParallel
+from megatron_flex.signals import end_quietly, run_tool, withheld
 from megatron_flex.simulator.files import EVERY, SimulationFile
 from megatron_flex.simulator.presets import CONFIGURATIONS, PLANNED, STATIC
 from megatron_flex.simulator.run import Span, open_simulation, setup_of
@@ -315,6 +317,7 @@ _steps: Any = None
 
 def _start(steps: Any) -> None:
     global _steps
+    end_quietly()
     _steps = steps
 
 
@@ -378,7 +381,8 @@ def _results(works: Sequence[Work], jobs: int, total: int) -> Iterator[tuple[Wor
             counter.start()
             try:
                 with ProcessPoolExecutor(jobs, context, _start, (steps,)) as pool:
-                    waiting = [pool.submit(_in_process, work) for work in works]
+                    with withheld(signal.SIGINT):
+                        waiting = [pool.submit(_in_process, work) for work in works]
                     yield from ((w, f.result()) for w, f in zip(works, waiting, strict=True))
             finally:
                 steps.put(0)
@@ -435,4 +439,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_tool(main)

@@ -16,6 +16,7 @@ it serves GPT and BERT, and what --special-tokens adds.
 from __future__ import annotations
 
 import argparse
+import glob
 import io
 import json
 import multiprocessing
@@ -38,24 +39,25 @@ if __name__ == "__main__":  # from a clone, without installing
 from megatron_flex.data.bar import SHORT, progress_bar, shown
 from megatron_flex.data.errors import DataError
 from megatron_flex.data.jsonl import parse, read_lines
+from megatron_flex.signals import end_quietly, run_tool
 
 RESERVED = ("<unk>", "<s>", "</s>", "<pad>", "<CLS>", "<SEP>", "<EOD>", "<MASK>")
 """Pieces that every model has."""
 
 
-def sample(path: str, keys: list[str], max_characters: int) -> list[str]:
+def sample(paths: Sequence[str], keys: list[str], max_characters: int) -> list[str]:
     """Texts of evenly spaced documents, about ``max_characters`` characters in all.
 
     Raises:
-        DataError: the file cannot be read or has no text.
+        DataError: a file cannot be read, or none has text.
     """
-    total = sum(sum(map(len, texts)) for texts in _texts(path, keys))
+    total = sum(sum(map(len, texts)) for texts in _texts(paths, keys))
     if total == 0:
         raise DataError(
-            f"--input {path}: no line has text in {', '.join(keys)}; {_what_it_has(path)}"
+            f"--input {paths[0]}: no line has text in {', '.join(keys)}; {_what_it_has(paths[0])}"
         )
     every = -(-total // max_characters)
-    return [text for i, texts in enumerate(_texts(path, keys)) if i % every == 0 for text in texts]
+    return [t for i, texts in enumerate(_texts(paths, keys)) if i % every == 0 for t in texts]
 
 
 def _what_it_has(path: str) -> str:
@@ -73,15 +75,16 @@ def _what_it_has(path: str) -> str:
     return f"its lines have texts in {', '.join(found)}: give one of them to --json-keys"
 
 
-def _texts(path: str, keys: list[str]) -> Iterator[list[str]]:
-    size = os.path.getsize(path) if os.path.isfile(path) else 0
-    with progress_bar(size, "read", unit="B", delay=SHORT) as bar:
-        for line in read_lines(path):
-            bar.update(line.position - bar.n)
-            parsed = parse(line.content, keys, first=line.number == 1)
-            if parsed.texts is None:
-                continue
-            yield ["".join(sentences) for sentences in parsed.texts.values()]
+def _texts(paths: Sequence[str], keys: list[str]) -> Iterator[list[str]]:
+    sizes = [os.path.getsize(path) if os.path.isfile(path) else 0 for path in paths]
+    with progress_bar(sum(sizes), "read", unit="B", delay=SHORT) as bar:
+        for number, path in enumerate(paths):
+            before = sum(sizes[:number])
+            for line in read_lines(path):
+                bar.update(before + line.position - bar.n)
+                parsed = parse(line.content, keys, first=line.number == 1)
+                if parsed.texts is not None:
+                    yield ["".join(sentences) for sentences in parsed.texts.values()]
 
 
 def train(
@@ -137,7 +140,7 @@ def train_shown(
         progress_bar(vocab_size, "train", unit=" pieces", delay=SHORT) as bar,
     ):
         words = (texts, vocab_size, model_type, special)
-        process = context.Process(target=_train_apart, args=(log.name, theirs, words))
+        process = context.Process(target=_train_apart, args=(log.name, theirs, words), daemon=True)
         process.start()
         theirs.close()
         while not ours.poll(0.2):
@@ -159,6 +162,7 @@ def train_shown(
 
 
 def _train_apart(log: str, answer: Connection, words: tuple[Any, ...]) -> None:
+    end_quietly()
     os.dup2(os.open(log, os.O_WRONLY | os.O_APPEND), 2)
     try:
         answer.send(train(*words, speak=True))
@@ -239,7 +243,9 @@ def main(words: list[str] | None = None) -> int:
         description="Train a SentencePiece model or a WordPiece vocabulary on JSONL.",
         allow_abbrev=False,
     )
-    parser.add_argument("--input", required=True, help="JSONL file; .gz is unpacked")
+    parser.add_argument(
+        "--input", required=True, help="JSONL, Parquet or .txt file, or pattern in quotes"
+    )
     parser.add_argument("--output", type=Path, required=True, help="model file to write")
     parser.add_argument("--json-keys", nargs="+", default=["text"], help="values to train on")
     parser.add_argument("--vocab-size", type=int, default=8192, help="number of pieces")
@@ -277,7 +283,9 @@ def main(words: list[str] | None = None) -> int:
                 "--special-tokens must differ from each other, and from those that every model has:"
                 f" {', '.join(RESERVED)}"
             )
-        texts = sample(flags.input, flags.json_keys, flags.max_characters)
+        texts = sample(
+            sorted(glob.glob(flags.input)) or [flags.input], flags.json_keys, flags.max_characters
+        )
         if wordpiece:
             content = train_wordpiece(texts, flags.vocab_size, cased=flags.cased)
         else:
@@ -291,4 +299,4 @@ def main(words: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_tool(main)

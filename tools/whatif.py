@@ -40,6 +40,7 @@ from megatron_flex.planner.plan import PlanError
 from megatron_flex.report.page import page
 from megatron_flex.report.read import RunData
 from megatron_flex.report.read import read_run as read_log
+from megatron_flex.signals import run_tool
 from megatron_flex.simulator.summary import row, table
 from megatron_flex.telemetry.files import replace
 from megatron_flex.tokenizers.base import TokenizerError
@@ -279,4 +280,4 @@ def _own(words: Sequence[str]) -> list[str]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_tool(main)

@@ -105,12 +105,14 @@ EVAL_AND_LOGGING_ARGS=(
     --tensorboard-dir "$RUN/tensorboard"
     --log-jsonl "$RUN/log.jsonl"
 )
+trap 'printf "stopped: the same command goes on\n" >&2; exit 130' INT
 torchrun "${DISTRIBUTED_ARGS[@]}" pretrain_gpt.py \
     "${TRAINING_ARGS[@]}" \
     "${MODEL_PARALLEL_ARGS[@]}" \
     "${DATA_ARGS[@]}" \
     "${EVAL_AND_LOGGING_ARGS[@]}" \
     "$@"
+trap - INT
 
 reached=$(<"$RUN/checkpoints/latest_checkpointed_iteration.txt")
 if ((reached < TRAIN_ITERS)); then

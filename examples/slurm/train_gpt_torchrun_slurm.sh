@@ -46,11 +46,25 @@ LOG_PATH=${LOG_PATH:-runs/gpt-345m}
 unset WORLD_SIZE LOCAL_WORLD_SIZE
 # A torchrun that is told to end leaves its workers the time to save.
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=$WARNING_SECONDS
+# It calls that a failure, whatever they did: where a node was told (`scancel --signal=TERM`) and the
+# run has saved, the step ends well.
+export CHECKPOINT_PATH
+# shellcheck disable=SC2016 # the variables are each node's own
+TOLD=(
+    bash -c '
+        saved() { cat "$CHECKPOINT_PATH/latest_checkpointed_iteration.txt" 2>/dev/null; }
+        told= before=$(saved)
+        trap "told=1" TERM
+        "$@" &
+        while wait $!; status=$?; [[ $told == 1 ]]; do told=2; done
+        [[ -z $told || $(saved) == "$before" ]] || status=0
+        exit "$status"' torchrun
+)
 DISTRIBUTED_ARGS=(
     "${STEP_ARGS[@]}"
     --ntasks="$NODES"
     --ntasks-per-node=1
-    "${INSIDE[@]}" "$PYTHON" -m torch.distributed.run
+    "${TOLD[@]}" "${INSIDE[@]}" "$PYTHON" -m torch.distributed.run
     --nnodes="$NODES"
     --nproc-per-node="$GPUS_PER_NODE"
     --max-restarts="${MAX_RESTARTS:-3}"

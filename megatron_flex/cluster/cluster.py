@@ -196,10 +196,12 @@ def _take(data: Mapping[str, Any], where: str, **types: type) -> dict[str, Any]:
     values = {}
     for name, kind in types.items():
         value = data[name]
+        what = {int: "whole number", float: "number", list: "list", dict: "mapping"}
         try:
-            values[name] = kind(value)
-        except (TypeError, ValueError) as error:
-            raise ClusterError(f"{where}.{name}: '{value}' is not a {kind.__name__}") from error
+            # YAML takes 80e9 for a text; its own form is 80.0e+9.
+            values[name] = int(float(value)) if kind is int else kind(value)
+        except (TypeError, ValueError, OverflowError) as error:
+            raise ClusterError(f"{where}.{name}: '{value}' is not a {what[kind]}") from error
         if kind is int and float(value) != values[name]:
             raise ClusterError(f"{where}.{name}: '{value}' is not a whole number")
     return values

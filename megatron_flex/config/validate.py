@@ -479,7 +479,7 @@ def _recompute(config: Config) -> Problems:
 
 def _slices(config: Config) -> Problems:
     given = config.flexpipe.flexpipe_slice_tokens
-    if given != "auto" and not re.fullmatch(r"[0-9]{1,9}", given):
+    if given != "auto" and not re.fullmatch(r"0|[1-9][0-9]{0,8}", given):
         yield f"--flexpipe-slice-tokens {given}: expected auto, 0 for never, or a number of tokens"
     elif given not in ("auto", "0") and config.architecture == "bert":
         yield (

@@ -9,6 +9,7 @@ from typing import Protocol
 from megatron_flex.data.errors import DataError
 from megatron_flex.data.jsonl import EMPTY, RawLine, parse
 from megatron_flex.data.sentences import split_sentences
+from megatron_flex.signals import end_quietly
 
 ENDED = "ends in the end token, which then stands between prompt and completion"
 
@@ -149,6 +150,7 @@ _encoder: Encoder | None = None
 def start_worker(make_encoder: Callable[[], Encoder]) -> None:
     """Make the encoder of this worker process."""
     global _encoder
+    end_quietly()
     _encoder = make_encoder()
 
 

@@ -1,4 +1,4 @@
-"""Reading JSONL or Parquet as it comes: what is wrong with a line is counted, or fatal if asked."""
+"""Reading JSONL, Parquet or text as it comes: what is wrong is counted, or fatal if asked."""
 
 from __future__ import annotations
 
@@ -50,8 +50,9 @@ class ParsedLine:
 def read_lines(path: str, flag: str = "--input") -> Iterator[RawLine]:
     """The lines of a file; ``.gz`` is unpacked on the way.
 
-    Rows of ``.parquet`` become lines, and so do the items of a ``.json`` file that is one array.
-    ``flag`` names the file in messages.
+    Rows of ``.parquet`` become lines, and so do the items of a ``.json`` file that is one array. A
+    ``.txt`` file is one document as a whole, unless it has JSON objects. ``flag`` names the file in
+    messages.
 
     Raises:
         DataError: the file cannot be read, or is a damaged archive.
@@ -63,7 +64,10 @@ def read_lines(path: str, flag: str = "--input") -> Iterator[RawLine]:
         if path.endswith(".json") and _is_array(path):
             yield from _read_items(path)
             return
-    except (OSError, ValueError, RecursionError) as error:
+        if path.endswith((".txt", ".txt.gz")) and (content := _whole(path)) is not None:
+            yield RawLine(path, 1, content, Path(path).stat().st_size)
+            return
+    except (OSError, EOFError, ValueError, RecursionError) as error:
         raise DataError(f"{flag} {path}: cannot read it: {error}") from error
     try:
         with (
@@ -74,6 +78,18 @@ def read_lines(path: str, flag: str = "--input") -> Iterator[RawLine]:
                 yield RawLine(path, number, content, disk.tell())
     except (OSError, EOFError) as error:
         raise DataError(f"{flag} {path}: cannot read it: {error}") from error
+
+
+def _whole(path: str) -> bytes | None:
+    """A text file as a line of JSONL; ``None`` if it is JSONL itself."""
+    content = Path(path).read_bytes()
+    if path.endswith(".gz"):
+        content = gzip.decompress(content)
+    if content.removeprefix(_BOM).lstrip().startswith(b"{"):
+        return None
+    # What is no UTF-8 becomes halves of surrogate pairs, which are noticed where it is parsed.
+    text = content.removeprefix(_BOM).decode("utf-8", "surrogateescape")
+    return json.dumps({"text": text.replace("\r\n", "\n")}).encode()
 
 
 def _is_array(path: str) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import signal
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -29,6 +30,7 @@ from megatron_flex.data.encode import (
 from megatron_flex.data.errors import DataError
 from megatron_flex.data.indexed_writer import IndexedWriter
 from megatron_flex.data.jsonl import RawLine, read_lines
+from megatron_flex.signals import withheld
 from megatron_flex.tokenizers.base import Tokenizer
 
 _T = TypeVar("_T")
@@ -244,7 +246,8 @@ def _encode(options: PreprocessOptions, lines: Iterator[RawLine]) -> Iterator[En
         waiting: deque[Future[Encoded]] = deque()
         try:
             for chunk in chunks:
-                waiting.append(pool.submit(encode_in_worker, chunk))
+                with withheld(signal.SIGINT):  # the first one starts the processes
+                    waiting.append(pool.submit(encode_in_worker, chunk))
                 if len(waiting) >= workers * _AHEAD:
                     yield _result(waiting.popleft())
             while waiting:

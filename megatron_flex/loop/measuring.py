@@ -86,7 +86,9 @@ def _profile(config: Config, world: World, parts: Parts) -> tuple[Profile | None
 def measured_tokens(run: Run) -> list[int]:
     """Token counts up to the largest micro-batch of a run, each half of the next."""
     data = run.config.data
-    batches = ([m.tokens for m in run.micro_batches(n)] for n in run.lengths(BATCHES))
+    batches = (
+        [m.tokens for m in run.micro_batches(n, run.parts.plan)] for n in run.lengths(BATCHES)
+    )
     largest = min(LARGEST, max(LEAST, data.micro_batch_tokens or 0, *map(max, batches)))
     return sorted({max(16, largest >> i) for i in range(6)})
 

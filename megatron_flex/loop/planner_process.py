@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import queue
+import signal
 import subprocess
 import sys
 import threading
@@ -14,6 +15,7 @@ from typing import IO, Any
 import megatron_flex
 from megatron_flex.planner import frames
 from megatron_flex.planner.messages import Answer, Done, Question, Setup, Task
+from megatron_flex.signals import withheld
 
 
 class PlannerGoneError(RuntimeError):
@@ -26,15 +28,17 @@ class PlannerProcess:
     def __init__(self, setup: Setup) -> None:
         root = str(Path(megatron_flex.__file__).resolve().parents[1])
         path = os.pathsep.join(p for p in (root, os.environ.get("PYTHONPATH", "")) if p)
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "megatron_flex.planner.service"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
-            # Ctrl-C is for the workers, which may go on to save (--exit-signal-handler). The end of
-            # the questions ends this process.
-            start_new_session=True,
-        )
+        # What ends a job tells all its processes, and this one while it still imports, too.
+        with withheld(signal.SIGTERM):
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "megatron_flex.planner.service"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+                # Ctrl-C is for the workers, which may go on to save (--exit-signal-handler). The
+                # end of the questions ends this process.
+                start_new_session=True,
+            )
         self._replies: queue.SimpleQueue[Answer | Done | None] = queue.SimpleQueue()
         self._asked: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
         self._unanswered = 0

@@ -25,6 +25,7 @@ from megatron_flex.loop.iteration import cost_coefficients
 from megatron_flex.loop.opening import data_lines, model_line, sizes
 from megatron_flex.loop.starting import source_arguments
 from megatron_flex.loop.tensor_size import chosen_size
+from megatron_flex.planner.plan import Plan
 from megatron_flex.planner.ways import micro_batches
 
 ABOUT = (
@@ -74,9 +75,9 @@ class Run:
             first += batch.size
         return found
 
-    def micro_batches(self, lengths: Sequence[int]) -> tuple[MicroBatch, ...]:
-        """Of samples of these lengths, as its flags cut them."""
-        return micro_batches(self.cut, lengths)
+    def micro_batches(self, lengths: Sequence[int], plan: Plan) -> tuple[MicroBatch, ...]:
+        """Of samples of these lengths, as its flags cut them, or where they leave it the plan."""
+        return micro_batches(self.cut, lengths, plan.cut)
 
     def lines(self) -> list[str]:
         """The model and the data in words, as the run would begin with."""

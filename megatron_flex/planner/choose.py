@@ -104,14 +104,23 @@ class Chooser:
         kept: Candidate | None,
         mine: Predicted | None,
         second: tuple[Plan, Predicted] | None,
+        bound: float = 0.0,
     ) -> Decision:
-        """For ``best``; ``kept`` is the current plan, ``mine`` its prediction if it fits."""
+        """For ``best``; ``kept`` is the current plan, ``mine`` its prediction if it fits.
+
+        ``bound``: seconds that an iteration on ``kept`` takes at least, where its simulation was
+        given up; for the reasons of a switch.
+        """
         current = None if running is None else running.plan
         stays = current is not None and best.candidate.plan.stages == current.stages
         # Conditions compare the current plan with the best other one.
         target: Predicted | None = best.predicted
         if stays:
             mine, target = best.predicted, None if second is None else second[1]
+        compared = mine
+        if mine is None and kept is not None and kept.price.fits:
+            below = kept.price.predicted(kept.change)
+            compared = replace(below, seconds=max(bound, below.seconds))
         batch = finder.pricers[best.candidate.micro_batching].batch
         plan = self._bench.decided(best.candidate.plan, batch, best.simulated)
         return Decision(
@@ -119,7 +128,14 @@ class Chooser:
             action=action_of(current, best.candidate.plan),
             micro_batching=best.candidate.micro_batching,
             predicted=best.predicted,
-            reasons=conditions(self._bench.units, kept, mine, target, self._bench.options.margin),
+            reasons=conditions(
+                self._bench.units,
+                kept,
+                compared,
+                target,
+                self._bench.options.margin,
+                at_least=compared is not mine,
+            ),
             current=mine,
             runner_up=second,
             budget=self._bench.units.budget,

@@ -13,11 +13,13 @@ def conditions(
     mine: Predicted | None,
     other: Predicted | None,
     margin: float,
+    at_least: bool = False,
 ) -> tuple[Reason, ...]:
     """Conditions A to D of the paper, device by device instead of in total.
 
-    ``kept`` is the current plan (``mine``: judged, when it fits), ``other`` the plan that it is
-    compared with, if there is one. Without a current plan there is nothing to compare.
+    ``kept`` is the current plan (``mine``: judged, when it fits; with ``at_least`` estimated
+    from below), ``other`` the plan that it is compared with, if there is one. Without a current
+    plan there is nothing to compare.
     """
     if kept is None:
         return ()
@@ -37,6 +39,8 @@ def conditions(
     if mine is not None and other is not None:
         switched, stayed = other.total, mine.total
         text = "switching does not pay: other plan and switch >= current plan"
+        if at_least:
+            text += ", estimated from below"
         if a:
             reasons.append(Reason("B", text, switched, stayed, "seconds", switched >= stayed))
         else:

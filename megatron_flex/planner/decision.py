@@ -14,6 +14,7 @@ from megatron_flex.planner.plan import Plan
 class Action(IntEnum):
     """What a decision does with the current plan; the paper's numbers 1 to 4, and ours."""
 
+    START = 0  # there is none yet
     KEEP = 1
     OPTIMISE = 2
     GROW = 3
@@ -23,18 +24,19 @@ class Action(IntEnum):
     @property
     def symbol(self) -> str:
         """The number in a circle, as the paper prints it."""
-        return "①②③④⑤"[self - 1]
+        return "⓪①②③④⑤"[self]
 
     @property
     def words(self) -> str:
         """What it does, in words."""
         return (
+            "first plan",
             "keep the plan",
             "save memory",
             "more stages",
             "fewer stages",
             "other boundaries or workers",
-        )[self - 1]
+        )[self]
 
     @property
     def label(self) -> str:
@@ -176,7 +178,9 @@ class Infeasible(ValueError):
 
 def action_of(current: Plan | None, plan: Plan) -> Action:
     """Which action leads from ``current`` to ``plan``."""
-    if current is None or current.stages == plan.stages:
+    if current is None:
+        return Action.START
+    if current.stages == plan.stages:
         return Action.OPTIMISE if plan.o_plan else Action.KEEP
     before, after = len(current.stages), len(plan.stages)
     if after == before:

@@ -14,7 +14,7 @@ def explain(decision: Decision, layers: LayerList) -> str:
     action = decision.action
     lines = [
         f"{action.label}, by {decision.planner}:"
-        f" {len(plan.stages)} stage{'s' if len(plan.stages) != 1 else ''} {degrees(plan.degrees)}",
+        f" {len(plan.stages)} stage{'s' if len(plan.stages) != 1 else ''} {plan.shape}",
         f"plan: {plan}",
         f"predicted: {_time(predicted)}",
         "",
@@ -33,13 +33,8 @@ def explain(decision: Decision, layers: LayerList) -> str:
         lines.append(f"current plan: {_time(decision.current)}")
     if decision.runner_up is not None:
         other, cost = decision.runner_up
-        lines.append(f"runner-up: {degrees(other.degrees)} {_time(cost)}: {other}")
+        lines.append(f"runner-up: {other.shape} {_time(cost)}: {other}")
     return "\n".join(lines)
-
-
-def degrees(values: tuple[int, ...]) -> str:
-    """``(3,3,2)``."""
-    return f"({','.join(map(str, values))})"
 
 
 def reason_text(reason: Reason) -> str:

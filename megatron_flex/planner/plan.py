@@ -173,6 +173,16 @@ class Plan:
         """The data-parallel degree of each stage."""
         return tuple(len(s.group) for s in self.stages)
 
+    @property
+    def shape(self) -> str:
+        """The degrees, such as ``(2,1,1)``; with the devices where one holds several stages.
+
+        ``(1,1,1) on 2``: three stages on two devices.
+        """
+        text = f"({','.join(map(str, self.degrees))})"
+        once = len(self.devices) == sum(self.degrees)
+        return text if once else f"{text} on {len(self.devices)}"
+
     def stages_of(self, device: int) -> tuple[int, ...]:
         """Numbers of the stages that ``device`` holds, in pipeline order."""
         return self._held.get(device, ())

@@ -130,6 +130,7 @@ class Searcher:
             kept if mine is None else mine.detail.candidate,
             None if mine is None else mine.detail.predicted,
             None if second is None else (second.entry[0], second.detail.predicted),
+            0.0 if own is None else tried.given_up.get(own, 0.0),
         )
         if stay is not None and own is not None:
             tried.seconds[own] = stay.detail.seconds

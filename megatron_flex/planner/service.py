@@ -51,6 +51,7 @@ from megatron_flex.planner.simulation import simulated
 from megatron_flex.planner.switching import Running, Way, switch
 from megatron_flex.planner.ways import batch_of, micro_batches, ways
 from megatron_flex.schedule.transition import Transition, transition
+from megatron_flex.signals import let
 
 AT_THE_START = 200
 """Simulations of a run's first decision: no iteration waits for it, and the pool begins with it."""
@@ -353,7 +354,7 @@ def serve(questions: BinaryIO, answers: BinaryIO) -> None:
 if __name__ == "__main__":
     # A launcher that ends a job tells the whole group. A worker that may go on to save its state
     # (--exit-signal-handler) needs its planner until then; the end of the questions ends it.
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    let(signal.SIGTERM, signal.SIG_IGN)
     os.nice(5)  # workers come first where they share cores
     try:
         serve(sys.stdin.buffer, sys.stdout.buffer)

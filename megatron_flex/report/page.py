@@ -165,8 +165,8 @@ def _model(about: Record) -> str:
 def _plans(texts: Sequence[str]) -> dict[str, list[Any]]:
     """Plans as the page draws them.
 
-    ``layouts``: text and ``[start, stop, workers]`` of each stage, each layout once; ``plans``:
-    number of the layout, memory optimisation, schedule, spare bytes, cut.
+    ``layouts``: text, ``[start, stop, workers]`` of each stage, and the shape in short, each layout
+    once; ``plans``: number of the layout, memory optimisation, schedule, spare bytes, cut.
     """
     layouts: dict[str, int] = {}
     described: list[list[Any]] = []
@@ -180,7 +180,8 @@ def _plans(texts: Sequence[str]) -> dict[str, list[Any]]:
         if layout not in layouts:
             layouts[layout] = len(layouts)
             stages = [] if plan is None else plan.stages
-            described.append([layout, [[s.start, s.stop, len(s.group)] for s in stages]])
+            short = "" if plan is None else plan.shape
+            described.append([layout, [[s.start, s.stop, len(s.group)] for s in stages], short])
         row: list[Any] = [layouts[layout]]
         if plan is not None:
             row += [str(plan.o_plan), plan.schedule, plan.spare, plan.cut]

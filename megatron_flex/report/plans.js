@@ -58,7 +58,6 @@ function lengths(parent) {
   });
 }
 
-const degrees = (plan) => `(${plan.stages.map((s) => s[2]).join(",")})`;
 function mixed(t) {
   const hex = (name) => [1, 3, 5].map((i) => parseInt(css(name).slice(i, i + 2), 16));
   const [a, b] = [hex("--light-degree"), hex("--dark-degree")];
@@ -68,7 +67,7 @@ function mixed(t) {
 function planRows(run, i) {
   const plan = run.plans[run.plan[i]];
   if (!plan) return [];
-  const rows = [[null, "workers of each stage", degrees(plan)], [null, "stages", integer(plan.stages.length)]];
+  const rows = [[null, "workers of each stage", plan.shape], [null, "stages", integer(plan.stages.length)]];
   if (plan.schedule) rows.push([null, "schedule", plan.schedule]);
   if (plan.cut) rows.push([null, "cut by", `${integer(plan.cut)} tokens`]);
   if (plan.saves) rows.push([null, "saves memory", plan.saves.replace(/ ; /g, ", ")]);

@@ -79,10 +79,10 @@ class Tail:
             self.validation = record
 
 
-def degrees(plan: str) -> str:
+def shape(plan: str) -> str:
     """The workers of each stage, such as ``(2,1,1)``."""
     try:
-        return f"({','.join(map(str, Plan.parse(plan).degrees))})"
+        return Plan.parse(plan).shape
     except PlanError:
         return plan
 
@@ -112,7 +112,7 @@ def status(tail: Tail, now: float | None = None) -> list[str]:
         if "workers" in tail.run:
             parts += f" of {tail.run['workers']} workers"
         action = f", {last['action']}" if last.get("action") else ""
-        found.append(("plan", f"{degrees(plan)}: {parts}{action}"))
+        found.append(("plan", f"{shape(plan)}: {parts}{action}"))
         found.append(("", plan))
     if time_line := _times(recent):
         found.append(("time", time_line))
@@ -167,7 +167,7 @@ def _memory(recent: Sequence[Record], run: Record) -> str:
 def _switch(tail: Tail) -> list[tuple[str, str]]:
     assert tail.switch is not None
     record, before = tail.switch
-    text = f"{degrees(before)} -> {degrees(str(record['plan']))} at iteration"
+    text = f"{shape(before)} -> {shape(str(record['plan']))} at iteration"
     text += f" {record['iteration']:,}"
     if record.get("action"):
         text += f", {record['action']}"

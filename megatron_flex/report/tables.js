@@ -46,7 +46,7 @@ function switchList(parent) {
   const draw = () => {
     const run = shown(), inView = run.switches.filter((s) => s.iteration >= state.lo && s.iteration <= state.hi);
     const stall = inView.reduce((sum, s) => sum + (s.stall || 0), 0);
-    const name = (number) => (run.plans[number].stages.length ? degrees(run.plans[number]) : run.plans[number].text);
+    const name = (number) => run.plans[number].shape || run.plans[number].text;
     node.replaceChildren(el("h2", {}, "Switches"),
       el("p", { class: "why" }, "Changes of the layout. A stall is how much longer than usual the worker that waited longest did not compute; the reasons are the planner's conditions with both sides in figures."),
       el("p", { id: "switch-count" }, inView.length

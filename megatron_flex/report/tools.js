@@ -4,9 +4,9 @@
 const data = JSON.parse(document.getElementById("data").textContent);
 for (const run of data.runs) {
   run.plans = run.plans.map(([layout, saves = "", schedule = "", spare = 0, cut = 0]) => {
-    const [text, stages] = run.layouts[layout];
+    const [text, stages, shape] = run.layouts[layout];
     const rest = [saves, schedule && `schedule ${schedule}`, spare && `spare ${spare}`, cut && `cut ${cut}`];
-    return { layout, stages, saves, schedule, cut, text: [text, ...rest.filter(Boolean)].join(" ; ") };
+    return { layout, stages, shape, saves, schedule, cut, text: [text, ...rest.filter(Boolean)].join(" ; ") };
   });
 }
 const COLOURS = ["blue", "orange", "green", "red", "purple", "sky"];

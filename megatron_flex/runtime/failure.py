@@ -19,6 +19,7 @@ from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, NoReturn
 
 from megatron_flex.runtime.words import say_once
+from megatron_flex.signals import INTERRUPTED
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -133,12 +134,12 @@ def describe(error: BaseException) -> str:
     return "".join(traceback.format_exception_only(type(error), error)).strip()
 
 
-def run(main: Callable[[], None]) -> NoReturn:
+def run(main: Callable[[], None], hint: str = "") -> NoReturn:
     """Run a worker's ``main`` and end the process, at once if it failed.
 
     A failed worker leaves without waiting for the others (its peers' connections close, so they
     end too): destroying groups would wait for workers that wait for it. Status 0, 1, 130 after an
-    interrupt, the ``SystemExit``'s own, or :data:`EXIT_PEER_LOST`.
+    interrupt, the ``SystemExit``'s own, or :data:`EXIT_PEER_LOST`. ``hint`` is said after Ctrl-C.
     """
     status, message = 0, ""
     try:
@@ -158,8 +159,8 @@ def run(main: Callable[[], None]) -> NoReturn:
         print(f"error: {error}", file=sys.stderr)
         status = EXIT_PEER_LOST
     except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        status = 130
+        say_once(f"interrupted{hint}")
+        status = INTERRUPTED
     except BaseException as error:
         rank, words = os.environ.get("RANK", "0"), describe(error)
         status = 1

@@ -234,7 +234,7 @@ def test_tab_comes_to_every_control_and_drawing(page: Page) -> None:
 
 
 def test_plans_are_drawn_and_said(page: Page) -> None:
-    for k, degrees in ((3, "(1,1)"), (9, "(2)"), (15, "(1,1,1)")):
+    for k, degrees in ((3, "(1,1)"), (9, "(2)"), (15, "(1,1,1) on 2")):
         page.hover(plot("plans"), across(page, "plans", k))
         assert tip(page)["workers of each stage"] == degrees
     places = [(3, 1), (3, 6), (15, 1), (9, 1), (3, 4), (9, 4)]

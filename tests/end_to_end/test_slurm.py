@@ -281,28 +281,32 @@ def test_bert_is_warned_by_sigterm_and_cancelled(
         time.sleep(0.05)
 
 
-def test_torchrun_starts_dead_workers_again_from_host_memory(
+def test_torchrun_starts_dead_workers_again_from_host_memory_and_ends_when_told(
     cluster: slurm.Cluster, workers: WorkerPool, data: dict[str, str], tmp_path: Path
 ) -> None:
     flags = "--nodes=2 --gpus-per-node=1 --cpus-per-task=2 --time=10"
     variables = TINY | data | {
-        "TRAIN_ITERS": "40", "SNAPSHOT_INTERVAL": "2", "SAVE_INTERVAL": "40",
+        "TRAIN_ITERS": "100000", "SNAPSHOT_INTERVAL": "2", "SAVE_INTERVAL": "100000",
     }  # fmt: skip
     more = [*FLAGS, "--micro-batch-tokens", "50"]
     job = Batch(cluster, tmp_path, TORCHRUN, *more, flags=flags, variables=variables)
     job.wait_for_iteration(6)
-    agents = {task.pid: task for task in slurm.tasks(job.id)}
-    found = [
-        p for p in slurm.processes(job.id) if p.parent in agents and "pretrain_gpt.py" in p.argv
-    ]
+    every = slurm.processes(job.id)
+    agents = {p.pid: p for p in every if "torch.distributed.run" in p.argv}
+    workers_of = (p for p in every if p.parent in agents and p.pid not in agents)
+    found = [p for p in workers_of if "pretrain_gpt.py" in p.argv]
     assert sorted(agents[p.parent].node for p in found) == ["node1", "node2"]
     (victim,) = (p for p in found if agents[p.parent].node == "node2")
     os.kill(victim.pid, signal.SIGKILL)
     assert job.wait("the killed worker", lambda: "exitcode: -9" in job.text) < SECONDS
+    job.wait("the restart", lambda: "in host memory: starting at iteration" in job.text)
+    job.wait_for_iteration(max(job.losses) + 5)
+    cluster.run("scancel", "--signal=TERM", job.id)
     job.wait("the end", lambda: job.is_("COMPLETED"))
     assert job.text.count("starting at iteration") == 2
-    assert "in host memory: starting at iteration" in job.text
-    assert job.losses == trained_alone(workers, victim.argv)
+    assert "exiting program after receiving SIGTERM" in job.text
+    saved = latest(tmp_path / "saved")
+    assert job.losses == trained_alone(workers, [*victim.argv, "--exit-interval", str(saved)])
 
 
 def test_an_interactive_allocation_runs_a_task_for_each_worker(cluster: slurm.Cluster) -> None:

@@ -29,6 +29,7 @@ from megatron_flex.checkpoint.errors import CheckpointError
 from megatron_flex.checkpoint.layout import iterations_in, latest, locate
 from megatron_flex.checkpoint.load import read_common, verify
 from megatron_flex.checkpoint.manifest import MODEL, Manifest, TensorEntry
+from megatron_flex.signals import run_tool
 
 _LAYER = re.compile(r"\.layers\.\d+\.")
 _OPTIMIZER = re.compile(r"optimizer\.state\.(\w+)\.")
@@ -193,4 +194,4 @@ def main(given: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_tool(main)

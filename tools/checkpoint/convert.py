@@ -46,6 +46,7 @@ for folder in (ROOT, Path(__file__).resolve().parent):
         sys.path.insert(0, str(folder))
 
 from megatron_flex.checkpoint.errors import CheckpointError, describe
+from megatron_flex.signals import run_tool
 
 #: Other names; the loader core knows Megatron-LM's two formats by itself.
 ALIASES = {
@@ -172,4 +173,4 @@ def main(given: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_tool(main)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,18 @@ def test_devices_are_numbered_by_server() -> None:
     assert cluster.link(3, 4) == cluster.inter
 
 
+def test_the_example_of_the_documents_is_one_also_with_short_numbers(tmp_path: Path) -> None:
+    page = (Path(__file__).resolve().parents[3] / "docs" / "simulator.md").read_text()
+    found = re.search(r"^```yaml\n(.*?)^```", page, re.M | re.S)
+    assert found is not None
+    path = tmp_path / "ours.yaml"
+    path.write_text(found[1])
+    cluster = load(str(path))
+    assert cluster.world_size == 32
+    path.write_text(found[1].replace(".0e+", "e"))  # a text to YAML
+    assert load(str(path)) == cluster
+
+
 def test_a_description_may_be_a_file(tmp_path: Path) -> None:
     data = yaml.safe_load((DESCRIBED / "a100.yaml").read_text())
     path = tmp_path / "mine.json"
@@ -69,9 +82,9 @@ def test_a_description_may_be_a_file(tmp_path: Path) -> None:
     [
         (("servers",), 0, "at least one server"),
         (("servers",), 2.5, "not a whole number"),
-        (("servers",), "many", "is not a int"),
+        (("servers",), "many", "is not a whole number"),
         (("device", "memory_bytes"), -1, "memory must be positive"),
-        (("device", "memory_bytes"), float("nan"), "not a int"),
+        (("device", "memory_bytes"), float("nan"), "not a whole number"),
         (("device", "matmul"), [], "at least one"),
         (("device", "matmul"), [[1e9, float("nan")]], "sustained speed must be positive"),
         (("device", "matmul"), [[1e9, 1e12], [1e9, 1e12]], "must ascend"),

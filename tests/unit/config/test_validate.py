@@ -28,6 +28,7 @@ WRONG: list[tuple[str, tuple[str, ...], str]] = [
         "--recompute-modules has no effect without --recompute-granularity selective",
     ),
     ("--flexpipe-slice-tokens -1", (), "expected auto, 0 for never, or a number of tokens"),
+    ("--flexpipe-slice-tokens 00", (), "expected auto, 0 for never, or a number of tokens"),
     ("--flexpipe-slice-tokens some", (), "expected auto, 0 for never, or a number of tokens"),
     ("--flexpipe --flexpipe-bitwise", ("--micro-batch-tokens",), "cuts all batches alike"),
     ("--flexpipe-batching pad", (), "--flexpipe-batching pad takes --micro-batch-size samples"),

@@ -77,6 +77,20 @@ def test_lines_have_numbers_and_positions(tmp_path: Path, name: str) -> None:
     assert lines[-1].position == path.stat().st_size
 
 
+@pytest.mark.parametrize("name", ["a.txt", "a.txt.gz"])
+def test_a_text_file_is_one_document_unless_it_is_jsonl(tmp_path: Path, name: str) -> None:
+    def lines(content: bytes) -> list[bytes]:
+        path = tmp_path / name
+        path.write_bytes(gzip.compress(content) if name.endswith(".gz") else content)
+        return [line.content for line in read_lines(str(path))]
+
+    (line,) = lines('\ufeffTo be,\r\nor not "to be"\n'.encode())
+    assert parse(line, ("text",)).texts == {"text": ['To be,\nor not "to be"\n']}
+    (line,) = lines(b"\xff\xfe")
+    assert parse(line, ("text",)).notes == ("invalid UTF-8",)
+    assert lines(b'{"text": "a"}\n{"text": "b"}\n') == [b'{"text": "a"}\n', b'{"text": "b"}\n']
+
+
 def test_unreadable_files_are_named(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"--input .*none\.jsonl: cannot read it"):
         list(read_lines(str(tmp_path / "none.jsonl")))

@@ -108,3 +108,8 @@ def test_schedule_and_spare_bytes_are_part_of_the_text() -> None:
 def test_a_schedule_that_cannot_be_is_refused(end: str, words: str) -> None:
     with pytest.raises(PlanError, match=words):
         Plan.parse(f"0:9@0 ; {end}")
+
+
+def test_the_shape_counts_devices_where_one_holds_several_stages() -> None:
+    assert Plan.parse("0:5@0,1 | 5:9@2").shape == "(2,1)"
+    assert Plan.parse("0:3@0 | 3:6@1 | 6:8@0").shape == "(1,1,1) on 2"

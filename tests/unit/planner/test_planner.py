@@ -11,8 +11,10 @@ from hypothesis import strategies as st
 
 from megatron_flex.planner.decision import Action, Decision, Infeasible, action_of
 from megatron_flex.planner.plan import OPlan, Plan
+from megatron_flex.planner.pool import Pool
 from megatron_flex.planner.simulation import op_costs, predict, static_bytes
 from megatron_flex.planner.static import static_plan
+from megatron_flex.planner.trials import Switching
 from megatron_flex.quantities import size
 from tests.unit.planner.instances_real import (
     drawn_batch,
@@ -86,6 +88,23 @@ def test_an_equal_plan_is_kept_and_a_small_gain_is_not_worth_a_switch() -> None:
     assert next(r for r in kept.reasons if r.condition == "margin").holds is False
 
 
+def test_a_switch_from_a_plan_whose_simulation_was_given_up_says_what_it_saves() -> None:
+    planner = small_planner(4, simulations=4)
+    batch = drawn_batch(3)
+    best = planner.decide([batch], None).plan
+    alone = Plan.parse(f"0:{planner.units.layers.num_units}@0")  # three devices idle
+    finder, running = planner.finder([batch]), planner.running(alone, batch)
+    found = [finder.best_of(plan, running, "given") for plan in (best, alone)]
+    # The one that is better is tried first, and the other given up.
+    beyond, first = Switching(finder, running, 0.0), [Plan(best.stages)]
+    decision, _ = planner.search(finder, found, running, Pool.empty(), 4, beyond, first)
+    assert decision.plan.stages != alone.stages
+    assert decision.current is None
+    b = next(reason for reason in decision.reasons if reason.condition == "B")
+    assert b.text.endswith("estimated from below")
+    assert not b.holds
+
+
 def test_a_batch_that_does_not_fit_makes_the_plan_grow_or_optimise() -> None:
     planner = small_planner(4, 3.0e9)
     short, long = even_batch(8, 256), even_batch(8, 4096)
@@ -108,7 +127,7 @@ def test_the_planner_chooses_among_micro_batchings() -> None:
 @pytest.mark.parametrize(
     ("before", "after", "action"),
     [
-        (None, "0:14@0", Action.KEEP),
+        (None, "0:14@0", Action.START),
         ("0:14@0", "0:14@0", Action.KEEP),
         ("0:14@0", "0:14@0 ; recompute 1", Action.OPTIMISE),
         ("0:14@0", "0:7@0 | 7:14@1", Action.GROW),

@@ -42,8 +42,8 @@ def test_the_page_has_the_runs_numbers_and_asks_for_nothing() -> None:
     assert run["columns"]["lm loss"] == [8, 7, 6, 5, 4]
     assert run["columns"]["part_compute"] == [5] * 5
     assert run["layouts"] == [
-        ["0:4@0 | 4:8@1", [[0, 4, 1], [4, 8, 1]]],
-        ["0:8@0,1", [[0, 8, 2]]],
+        ["0:4@0 | 4:8@1", [[0, 4, 1], [4, 8, 1]], "(1,1)"],
+        ["0:8@0,1", [[0, 8, 2]], "(2)"],
     ]
     assert run["plans"] == [[0, "", "1f1b", 0, 64], [1, "", "", 0, 0]]
     assert [(s["before"], s["after"]) for s in run["switches"]] == [(0, 1), (1, 0)]

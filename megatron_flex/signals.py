@@ -1,0 +1,49 @@
+"""Signals to programs of several processes: Ctrl-C is one line, and a process meets none too early.
+
+A process starts with the signals blocked that the thread which starts it has blocked: so none
+reaches it before it has said what it does with them.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import NoReturn
+
+INTERRUPTED = 130
+"""Exit status after Ctrl-C, as of a shell's command."""
+
+
+@contextmanager
+def withheld(*numbers: signal.Signals) -> Iterator[None]:
+    """Processes that are started in here do not get these signals until they call :func:`let`.
+
+    Those for this process come when it ends.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def let(number: signal.Signals, handler: signal.Handlers) -> None:
+    """What this process does with a signal from now on, one that was withheld included."""
+    signal.signal(number, handler)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [number])
+
+
+def end_quietly() -> None:
+    """For a process of a pool: Ctrl-C ends it without a word. Its parent has them."""
+    let(signal.SIGINT, signal.SIG_DFL)
+
+
+def run_tool(main: Callable[[], int]) -> NoReturn:
+    """Run a tool's ``main`` and end the process with its status; Ctrl-C is one line."""
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        sys.exit(INTERRUPTED)
