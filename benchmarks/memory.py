@@ -50,8 +50,7 @@ from megatron_flex.loop.assemble import Parts, assemble
 from megatron_flex.loop.cutting import run_cut
 from megatron_flex.loop.iteration import cost_coefficients
 from megatron_flex.planner.build import Batch
-from megatron_flex.planner.limits import MARGIN, UNTAKEN
-from megatron_flex.planner.memory import boundary_bytes
+from megatron_flex.planner.limits import MARGIN
 from megatron_flex.planner.options import PlannerOptions
 from megatron_flex.planner.plan import OPlan, Plan
 from megatron_flex.planner.planner import Planner
@@ -166,12 +165,6 @@ class Chooser:
         candidate = planner.fitted(finder, finder.best_of(plan, None, "current"))
         return candidate.plan if candidate.price.fits else None
 
-    def budget(self, peak: float, batches: Sequence[GlobalBatch]) -> float:
-        """The budget of which a plan may take ``peak`` bytes."""
-        most = max(float(self.batch(batch).tokens.max()) for batch in batches)
-        messages = UNTAKEN * boundary_bytes(self._parts.model) * most
-        return (peak + messages) / (1.0 - MARGIN)
-
     def peak(self, plan: Plan, batch: GlobalBatch) -> float:
         """Predicted bytes of the fullest worker, with the plan's own O_plan."""
         planner = self.planner(1e15)
@@ -240,7 +233,7 @@ def mixture(arguments: argparse.Namespace, chooser: Chooser, source: BatchSource
     batches = [source.batch(first, arguments.samples) for first in firsts]
     peaks = [chooser.peak(layout, batch) for batch in batches]
     order = sorted(range(len(peaks)), key=peaks.__getitem__)
-    budget = chooser.budget(peaks[order[int(arguments.part * (len(order) - 1))]], batches)
+    budget = peaks[order[int(arguments.part * (len(order) - 1))]] / (1.0 - MARGIN)
     longest = chooser.fitted(layout, batches[order[-1]], budget)
     each = [chooser.fitted(layout, batch, budget) for batch in batches]
     if longest is None or None in each:

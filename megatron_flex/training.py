@@ -399,7 +399,7 @@ class Trainer:
         )
         self.progress_log(lambda to: to.iteration(flops, batch.tokens))
         elapsed = time.perf_counter() - began
-        ratio = memory_ratio(result.measured, self.iterations.room)
+        ratio = memory_ratio(result.measured)
         self.steps.measured(self.progress.iteration - 1, elapsed, ratio)
         switched = self.switched
         extra, notes = self._layout(current, result, elapsed)

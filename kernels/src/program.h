@@ -31,7 +31,8 @@ enum Op : int64_t {
   kOps
 };
 
-// Fields by what they hold: stage or slab; peer or group; micro-batch. Ranges only of some.
+// Fields by what they hold: stage or slab; peer, group or messages under way; micro-batch. Ranges
+// only of some.
 struct Step {
   int64_t op, low, middle, high, start, stop;
 
@@ -39,6 +40,7 @@ struct Step {
   int64_t slab() const { return low; }
   int64_t peer() const { return middle; }
   int64_t group() const { return middle; }
+  int64_t under_way() const { return middle; }
   int64_t batch() const { return high; }
   bool same(const Step& o) const {
     return op == o.op && low == o.low && middle == o.middle && high == o.high && start == o.start &&

@@ -16,13 +16,16 @@ struct mflex_emit_problem {
   int64_t placed;   // devices that have an order
   int64_t devices;  // lists to write
   int64_t slabs, reductions, moves, recuts, pieces, drops;
+  int64_t posted;                // receives that are posted ahead
   const int64_t* device;         // [operations], where each runs
   const int64_t* offset;         // [operations + 1], into target
   const int64_t* target;         // [edges], operations that wait for it
+  const double* wire;            // [edges], seconds on the link
   const int64_t* order_offset;   // [placed + 1], into order
   const int64_t* order;          // operations of each device in turn
   const int64_t* sequence;       // [operations], positions in one order over all devices
   const double* start;           // [operations]
+  const double* finish;          // [operations]
   const int64_t* reduced;        // [reductions], slabs in the order of issue
   const double* ready;           // [reductions], seconds
   const int64_t* after;          // [reductions], position of the operation that it follows
@@ -51,13 +54,16 @@ class Emitter {
         out_(p.words),
         members_{p.member_offset, p.member},
         sender_(total(), -1),
+        posted_(total(), -1.0),
         queues_(p.placed),
+        receives_(p.placed),
         own_(p.devices),
         first_(p.devices),
         late_(p.devices),
         dropped_(p.devices) {
     state_messages();
     line_up_messages();
+    line_up_receives();
     for (int64_t r = 0; r < p.reductions; ++r) {
       for (auto m = members_.begin(r); m != members_.end(r); ++m) own_[*m].push_back(r);
     }
@@ -81,6 +87,11 @@ class Emitter {
     int64_t target;
     std::vector<int64_t> waiting;
     size_t next = 0;
+    double free = 0.0;  // when the last message has crossed
+  };
+  // The message that `waiting` needs is received before `before` runs.
+  struct Receive {
+    int64_t waiting, before;
   };
 
   int64_t total() const { return p_.kinds * p_.stages * p_.batches; }
@@ -137,6 +148,25 @@ class Emitter {
     }
   }
 
+  // What each device receives, in order, and when it posts that. With what an operation needs comes
+  // what the same sender has sent before.
+  void line_up_receives() {
+    for (int64_t device = 0; device < p_.placed; ++device) {
+      auto& own = receives_[device];
+      for (int64_t i = p_.order_offset[device]; i < p_.order_offset[device + 1]; ++i) {
+        const int64_t code = p_.order[i];
+        if (sender_[code] < 0 || posted_[code] >= 0.0) continue;
+        Queue& messages = queue(p_.device[sender_[code]], device);
+        for (int64_t waiting = -1; waiting != code;) {
+          waiting = messages.waiting[messages.next++];
+          const int64_t ahead = static_cast<int64_t>(own.size()) - p_.posted;
+          posted_[waiting] = ahead < 0 ? 0.0 : p_.start[own[ahead].before];
+          own.push_back({waiting, code});
+        }
+      }
+    }
+  }
+
   Queue& queue(int64_t source, int64_t target) {
     auto& found = queues_[source];
     auto at = std::find_if(found.begin(), found.end(),
@@ -148,7 +178,8 @@ class Emitter {
   // Operations of one device with their messages and reductions.
   void compute(int64_t device) {
     const auto& own = own_[device];
-    size_t next = 0;
+    size_t next = 0, received = 0, gone = 0;
+    std::vector<double> taken;  // when each message that was sent is, and all before it
     const auto reduce = [&](int64_t r) {
       if (members_.size(r) > 1) {
         put(p_.scattered[r] ? kScatterGradient : kReduceGradient, p_.reduced[r],
@@ -156,19 +187,28 @@ class Emitter {
       }
     };
     if (device < p_.placed) {
+      const auto& receives = receives_[device];
       for (int64_t i = p_.order_offset[device]; i < p_.order_offset[device + 1]; ++i) {
         const int64_t code = p_.order[i];
         while (next < own.size() && is_before(own[next], code)) reduce(own[next++]);
-        if (sender_[code] >= 0) receive(code, device);
+        for (; received < receives.size() && receives[received].before == code; ++received) {
+          const int64_t sent = sender_[receives[received].waiting];
+          put(forward(sent) ? kRecvActivation : kRecvGradient, stage_of(sent), p_.device[sent],
+              batch_of(sent));
+        }
+        while (gone < taken.size() && taken[gone] < p_.start[code]) ++gone;
         const int64_t kind = code / (p_.stages * p_.batches);
         const int64_t backward = p_.kinds > 2 ? kBackwardInput : kBackward;
         put(kind == 0   ? kForward
             : kind == 1 ? backward
                         : kBackwardWeight,
-            stage_of(code), 0, batch_of(code));
+            stage_of(code), static_cast<int64_t>(taken.size() - gone), batch_of(code));
         for (int64_t e = p_.offset[code]; e < p_.offset[code + 1]; ++e) {
           const int64_t peer = p_.device[p_.target[e]];
           if (peer == device) continue;
+          double& free = queue(device, peer).free;
+          free = std::max({p_.finish[code], posted_[p_.target[e]], free}) + p_.wire[e];
+          taken.push_back(taken.empty() ? free : std::max(free, taken.back()));
           put(forward(code) ? kSendActivation : kSendGradient, stage_of(code), peer,
               batch_of(code));
         }
@@ -180,18 +220,6 @@ class Emitter {
   bool is_before(int64_t reduction, int64_t code) const {
     return std::make_pair(p_.ready[reduction], p_.after[reduction]) <
            std::make_pair(p_.start[code], p_.sequence[code]);
-  }
-
-  // Receive what `code` needs from another device, and what that sent before it.
-  void receive(int64_t code, int64_t device) {
-    const int64_t peer = p_.device[sender_[code]];
-    Queue& messages = queue(peer, device);
-    for (;;) {
-      const int64_t waiting = messages.waiting[messages.next++], sent = sender_[waiting];
-      sender_[waiting] = -1;
-      put(forward(sent) ? kRecvActivation : kRecvGradient, stage_of(sent), peer, batch_of(sent));
-      if (waiting == code) return;
-    }
   }
 
   // The first holder counts a norm, of a scattered slab each its own part's.
@@ -242,10 +270,12 @@ class Emitter {
   const mflex_emit_problem& p_;
   uint64_t* out_;
   Rows members_;
-  LargeVector<int64_t> sender_;             // of each operation: whose message it still needs; -1
+  LargeVector<int64_t> sender_;             // of each operation: whose message it needs; -1
+  LargeVector<double> posted_;              // when the receive of that is posted
   std::vector<std::vector<Queue>> queues_;  // by source
-  std::vector<std::vector<int64_t>> own_;   // reductions of each device, in the order of issue
-  std::vector<Words> first_, late_;         // of each device
+  std::vector<std::vector<Receive>> receives_;
+  std::vector<std::vector<int64_t>> own_;  // reductions of each device, in the order of issue
+  std::vector<Words> first_, late_;        // of each device
   std::vector<std::vector<int64_t>> dropped_;
 };
 

@@ -79,6 +79,7 @@ class Replay {
     for (size_t i = 0; i < steps_.size(); ++i) {
       const Step& step = steps_[i];
       if (is_compute(step.op)) {
+        delivered(step.under_way());
         if (any_goes_) travel();
         if (step.op == kForward) {
           forward(step);
@@ -95,6 +96,7 @@ class Replay {
       } else if (step.op == kRecut) {
         recut(device, step.slab());
       } else if (step.op == kGlobalNorm) {
+        delivered(0);
         finish(i + 1, peaks);
         return;
       }
@@ -116,8 +118,10 @@ class Replay {
 
   void begin(int64_t device) {
     used_ = peak_ = p_.held[device];
-    sent_ = leaving_ = 0.0;
+    leaving_ = 0.0;
     posted_ = 0;
+    sent_.clear();
+    gone_ = 0;
     next_expected_ = computed_ = 0;
     for (auto* flags : {&has_, &swapped_, &has_context_})
       std::fill(flags->begin(), flags->end(), 0);
@@ -192,14 +196,17 @@ class Replay {
   }
 
   void transfer(const Step& step) {
-    used_ -= sent_;  // what was sent before has gone by now
-    sent_ = 0.0;
     if (is_receive(step.op)) {
       --posted_;  // its buffer goes on as an activation or a gradient
       post();
     } else {
-      sent_ = p_.boundary * tokens(step.batch());
+      sent_.push_back(p_.boundary * tokens(step.batch()));
     }
+  }
+
+  // All but the last messages have been taken.
+  void delivered(int64_t under_way) {
+    for (; gone_ + under_way < static_cast<int64_t>(sent_.size()); ++gone_) used_ -= sent_[gone_];
   }
 
   // What the pass before saved has left, and what the next one needs comes back.
@@ -399,7 +406,7 @@ class Replay {
       return sum;
     };
     peaks[0] = std::max(peak_, used_ + window());
-    double used = used_ - sent_, peak = used;
+    double used = used_, peak = used;
     for (size_t i = first; i < steps_.size(); ++i) {
       const Step& step = steps_[i];
       const int64_t slab = step.slab();
@@ -423,7 +430,9 @@ class Replay {
 
   const mflex_footprint_problem& p_;
   std::vector<Step> steps_;
-  double used_ = 0.0, peak_ = 0.0, sent_ = 0.0, leaving_ = 0.0;
+  double used_ = 0.0, peak_ = 0.0, leaving_ = 0.0;
+  std::vector<double> sent_;  // bytes of each message
+  int64_t gone_ = 0;          // those that were taken
   std::vector<double> slab_;
   std::vector<char> has_, swapped_;  // slabs that are here; whose state is on the host
   std::vector<Cut> cut_;

@@ -1,4 +1,5 @@
-// Messages on their way between devices: first in, first out for each ordered pair.
+// Messages on their way between devices: first in, first out for each ordered pair. A message can
+// be taken when its receive is posted.
 #pragma once
 
 #include <algorithm>
@@ -15,7 +16,7 @@ class Messages {
     int64_t next;          // in its queue, or among the free ones; -1: it is the last
   };
 
-  explicit Messages(int64_t devices) : queues_(devices) {}
+  explicit Messages(int64_t devices) : queues_(devices), sent_(devices), gone_(devices) {}
 
   void push(int64_t source, int64_t target, const uint64_t* word, int64_t number) {
     int64_t place = free_;
@@ -27,6 +28,7 @@ class Messages {
     }
     messages_[place] = {word, number, -1};
     Queue& to = queue(source, target);
+    sent_[source].push_back({target, to.sent++, number});
     (to.first < 0 ? to.first : messages_[to.last].next) = place;
     to.last = place;
   }
@@ -43,9 +45,28 @@ class Messages {
     return true;
   }
 
+  // One more receive of a message from `source` is posted.
+  void post(int64_t source, int64_t target) { ++queue(source, target).posted; }
+
+  // One that was sent; `order`: how many were sent to the same target before.
+  struct Sent {
+    int64_t target, order, number;
+  };
+
+  // The first message that keeps all but the last `under_way` from being taken; null: none does.
+  const Sent* untaken(int64_t source, int64_t under_way) {
+    const auto& sent = sent_[source];
+    int64_t& gone = gone_[source];
+    for (; gone + under_way < static_cast<int64_t>(sent.size()); ++gone) {
+      if (queue(source, sent[gone].target).posted <= sent[gone].order) return &sent[gone];
+    }
+    return nullptr;
+  }
+
  private:
   struct Queue {
     int64_t target, first = -1, last = -1;
+    int64_t sent = 0, posted = 0;  // messages and receives so far
   };
 
   Queue& queue(int64_t source, int64_t target) {
@@ -59,6 +80,8 @@ class Messages {
   std::vector<std::vector<Queue>> queues_;  // by source
   std::vector<Message> messages_;           // of all queues, and free ones
   int64_t free_ = -1;
+  std::vector<std::vector<Sent>> sent_;  // by source
+  std::vector<int64_t> gone_;            // of those: taken
 };
 
 }  // namespace mflex

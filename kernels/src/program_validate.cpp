@@ -1,9 +1,11 @@
 // Check a program before anything runs: replay all instruction lists together.
 //
 // The replay blocks where a worker may block: a receive waits for its message (sends are buffered,
-// first in first out for each ordered pair of devices), a reduction waits for its whole group, the
-// global norm for all devices. It tracks what every device has computed and received, so whatever
-// would make the iteration hang or its result wrong is refused with the device and the step.
+// first in first out for each ordered pair of devices), an operation until messages are taken that
+// its device has sent, a reduction for its whole group, the global norm for all devices. A message
+// can be taken when its receive is posted, some ahead of the one that is waited for. It tracks what
+// every device has computed and received, so whatever would make the iteration hang or its result
+// wrong is refused with the device and the step.
 //
 // What it knows comes from plans, routing and words, and not from what programs are written from.
 // tests/oracles/validate.py is the same in Python; the tests ask for the same verdicts and words.
@@ -44,6 +46,7 @@ class Replay {
         weights_left_(p.devices * p.stages),
         messages_(p.devices),
         waits_for_(p.devices, -1),
+        untaken_(p.devices),
         arrived_(p.devices * p.slabs),
         num_arrived_(p.slabs),
         reduced_(p.devices * p.slabs),
@@ -58,6 +61,10 @@ class Replay {
     for (int64_t d = 0; d < p.devices; ++d) {
       lists_.emplace_back(p.words + p.word_offset[d], p.words + p.word_offset[d + 1]);
       ready_.push_back(p.devices - 1 - d);
+    }
+    posts_ = lists_;
+    for (int64_t d = 0; d < p.devices; ++d) {
+      for (int64_t i = 0; i < p.posted; ++i) post(d);
     }
   }
 
@@ -91,6 +98,10 @@ class Replay {
   static bool may_follow_norm(int64_t op) { return op >= kSquaredNorm && op != kGlobalNorm; }
 
   bool handle(const Step& step) {
+    if (is_compute(step.op)) {
+      untaken_[device_] = messages_.untaken(device_, step.under_way());
+      if (untaken_[device_]) return false;
+    }
     switch (step.op) {
       case kForward:
         return forward(step);
@@ -277,6 +288,21 @@ class Replay {
     return true;
   }
 
+  // The next receive of a device's list is posted.
+  void post(int64_t device) {
+    Reader& list = posts_[device];
+    while (!list.done()) {
+      const Step step = list.take();
+      if (!is_receive(step.op)) continue;
+      if (step.peer() >= p_.devices) return;  // refused when it is waited for
+      messages_.post(step.peer(), device);
+      if (untaken_[step.peer()] && untaken_[step.peer()]->target == device) {
+        ready_.push_back(step.peer());
+      }
+      return;
+    }
+  }
+
   // The number of the first step of this device that sends the same.
   int64_t first_of(const Step& step) const {
     Reader list(p_.words + p_.word_offset[device_], p_.words + p_.word_offset[device_ + 1]);
@@ -293,6 +319,7 @@ class Replay {
       waits_for_[target] = source;
       return false;
     }
+    post(device_);
     const Step message = Reader(found.word, found.word + 1).look();
     const int64_t wanted = step.op == kRecvActivation ? kSendActivation : kSendGradient;
     if (message.op != wanted || message.stage() != step.stage() ||
@@ -543,6 +570,17 @@ class Replay {
       return "waits for devices " + names(others) + " at the reduction" +
              (*never ? ", which lack it" : "");
     }
+    if (const Messages::Sent* sent = untaken_[device]; sent && is_compute(here.op)) {
+      Reader list(p_.words + p_.word_offset[device], p_.words + p_.word_offset[device + 1]);
+      for (int64_t i = 0; i < sent->number; ++i) list.next();
+      const Step message = list.look();
+      const int64_t wanted = message.op == kSendActivation ? kRecvActivation : kRecvGradient;
+      *never = !ahead(sent->target, [&](const Step& s) {
+        return s.op == wanted && s.stage() == message.stage() && s.batch() == message.batch();
+      });
+      return "waits for device " + str(sent->target) + " to take what it sent at step " +
+             str(sent->number) + (*never ? ", which it never receives" : "");
+    }
     if (here.op == kGlobalNorm) {
       for (int64_t d = 0; d < p_.devices; ++d) {
         if (!at_norm_[d]) others.push_back(d);
@@ -572,8 +610,9 @@ class Replay {
   std::vector<char> sent_activation_, sent_gradient_;
   std::vector<int64_t> weights_left_;  // [devices, stages], gradients to come
   Messages messages_;
-  std::vector<int64_t> waits_for_;  // sender that a receive waits for; -1
-  std::vector<char> arrived_;       // [devices, slabs], at the reduction
+  std::vector<int64_t> waits_for_;              // sender that a receive waits for; -1
+  std::vector<const Messages::Sent*> untaken_;  // message that an operation waits for; null
+  std::vector<char> arrived_;                   // [devices, slabs], at the reduction
   std::vector<int64_t> num_arrived_;
   std::vector<char> reduced_, updated_;       // [devices, slabs]
   std::vector<std::vector<int64_t>> normed_;  // devices that have counted each norm
@@ -581,6 +620,7 @@ class Replay {
   int64_t num_at_norm_ = 0;
   std::vector<int64_t> steps_;  // of each list that are done
   std::vector<Reader> lists_;
+  std::vector<Reader> posts_;  // where each has posted receives
   std::vector<int64_t> ready_;
   int64_t device_ = 0;
 };

@@ -11,6 +11,7 @@ struct mflex_validate_problem {
   int64_t devices, stages, batches, units, slabs, groups;
   int64_t train;     // 0: an evaluation
   int64_t switches;  // there is a next plan
+  int64_t posted;    // receives that are posted ahead
   const uint64_t* words;
   const int64_t* word_offset;   // [devices + 1], into words
   const int64_t* sizes;         // [words], tokens of messages; null: those of the micro-batches

@@ -14,7 +14,6 @@ from megatron_flex.loop.cutting import run_cut
 from megatron_flex.loop.reader import Reader
 from megatron_flex.model.config import ModelConfig
 from megatron_flex.planner.flops import model_work, total_work
-from megatron_flex.planner.limits import room_for_messages
 from megatron_flex.planner.memory import slab_elements
 from megatron_flex.planner.package import Received
 from megatron_flex.planner.plan import Plan
@@ -63,17 +62,6 @@ class Iterations:
         self._cut = run_cut(self.config, self.coefficients, model, self.profile)
         self._reader = Reader(self.config.data.num_workers)
         self._budget = self.config.flexpipe.memory_budget
-
-    @property
-    def room(self) -> float:
-        """Bytes for messages that peers have not taken, which the plan of ``last`` left free."""
-        if self.last is None:
-            return 0.0
-        told, micro_batches = self.last
-        largest = float(max(m.tokens for m in micro_batches))
-        model = self.executor.holdings.config
-        stages = len(told.part.plan.stages)
-        return room_for_messages(model, stages, largest, tensor_of(self.config))
 
     def cut(self, batch: GlobalBatch, plan: Plan) -> tuple[MicroBatch, ...]:
         """The micro-batches of a global batch that ``plan`` is for."""

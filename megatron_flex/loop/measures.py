@@ -107,19 +107,14 @@ class MemoryMeasure:
         return found
 
 
-def memory_ratio(measured: Sequence[Measured], room: float = 0.0) -> float:
+def memory_ratio(measured: Sequence[Measured]) -> float:
     """The largest ratio of measured to predicted memory of a device; 0 where there is none.
 
     Only devices that use at least half of what the fullest does: the others are far from a limit.
-
-    Args:
-        room: bytes for which plans leave room beside what they predict; they explain themselves.
     """
     most = max((m.memory for m in measured), default=0.0)
     full = (m for m in measured if m.predicted > 0.0 and 2.0 * m.memory >= most)
-    return max(
-        (max(m.memory - room, min(m.memory, m.predicted)) / m.predicted for m in full), default=0.0
-    )
+    return max((m.memory / m.predicted for m in full), default=0.0)
 
 
 class StallMeter:

@@ -1,7 +1,7 @@
 """The smallest memory budget with which a refused batch would fit: found by trying.
 
-What a plan may fill is the budget without a margin and without room for messages (:mod:`limits`),
-and which plan lacks least changes with the budget. So budgets are tried on the planner itself.
+What a plan may fill is the budget without a margin (:mod:`limits`), and which plan lacks least
+changes with the budget. So budgets are tried on the planner itself.
 """
 
 from __future__ import annotations

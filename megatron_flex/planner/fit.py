@@ -125,7 +125,7 @@ class Fitter:
         arrived = self._footprint.handed_over(running.plan, plan, late, world)
         windows = (self._footprint.windows(running.plan, device) for device in range(world))
         peak = max(a + w for a, w in zip(arrived, windows, strict=True))
-        return peak <= allowance(costs.budget, 0.0)  # no message is under way then
+        return peak <= allowance(costs.budget)
 
     def _fit(self, pricer: Pricer, plan: Plan) -> Price:
         batch, schedule = pricer.batch, self._costs.options.schedule
@@ -137,7 +137,7 @@ class Fitter:
         missing = [group.missing for group in groups]
         if max(missing) <= 0:
             whole = self.maker.under(plan, batch, split)
-            if whole.peak <= self.maker.allowed(plan, batch):
+            if whole.peak <= self.maker.allowed:
                 nothing = [GroupOptimisation()] * len(missing)
                 return self._priced(pricer, plan, nothing, 0.0, tuple(map(max, whole.memory)))
         best = self._roomy(pricer, plan, split, missing)
@@ -162,7 +162,7 @@ class Fitter:
         """
         tables, batch = pricer.problem.tables, pricer.batch
         groups = groups_of(tables, plan)
-        allowed = self.maker.allowed(plan, batch)
+        allowed = self.maker.allowed
         best: tuple[float, Price] | None = None
         tried: dict[OPlan, bool] = {}
 
@@ -195,6 +195,7 @@ class Fitter:
         for part in reversed(_PARTS[:middle]):
             if not better(part):
                 break
+        better(0.0)  # nothing at all may do, though a little is no better than more
         return None if best is None else self._without_vain_copies(pricer, best[1], schedule)
 
     def _fused(self, batch: Batch) -> Tables:
@@ -218,7 +219,7 @@ class Fitter:
         tables = pricer.problem.tables if tables is None else tables
         groups = groups_of(tables, plan)
         devices = [[tables.devices[slot] for slot in group.slots] for group in groups]
-        allowed = self.maker.allowed(plan, pricer.batch)
+        allowed = self.maker.allowed
         exhausted: set[int] = set()  # groups that do all they can
         parts = [GroupOptimisation()] * len(groups)
         first: list[float] = []  # bytes that each group lacks without memory optimisation
@@ -295,7 +296,7 @@ class Fitter:
         peaks: tuple[float, ...],
     ) -> Price:
         price = replace(price_with(pricer, plan, parts, missing), device_bytes=peaks)
-        short = max(peaks) - self.maker.allowed(plan, pricer.batch)
+        short = max(peaks) - self.maker.allowed
         if short <= 0:
             return price
         return replace(price, seconds=math.inf, before_update=math.inf, shortfall=short)

@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from megatron_flex.planner.build import Batch, ModelCosts
 from megatron_flex.planner.footprint import Footprint
-from megatron_flex.planner.limits import allowance, room_for_messages
+from megatron_flex.planner.limits import allowance
 from megatron_flex.planner.options import AUTO
 from megatron_flex.planner.plan import Plan
 from megatron_flex.planner.simulation import (
@@ -81,13 +81,10 @@ class Maker:
         )
         self._made: OrderedDict[tuple[object, ...], Made] = OrderedDict()
 
-    def allowed(self, plan: Plan, batch: Batch) -> float:
+    @property
+    def allowed(self) -> float:
         """Bytes that the predicted peak of a device may have."""
-        largest = float(batch.tokens.max())
-        room = room_for_messages(
-            self.costs.config, len(plan.stages), largest, self.costs.options.tensor
-        )
-        return allowance(float(self.costs.budget), room)
+        return allowance(float(self.costs.budget))
 
     def keep(self, plan: Plan, batch: Batch, *, forward_only: bool = False) -> Made:
         """The program of an iteration (or an evaluation) that leaves the plan as it is.
@@ -132,7 +129,7 @@ class Maker:
             return self.under(plan, batch, self.costs.options.schedule)
         # Split backwards hold more, so that a fused one may do where a split one does not fit, or
         # only with so little in flight that halves do not pay.
-        split, allowed = self.under(plan, batch, SEARCHED), self.allowed(plan, batch)
+        split, allowed = self.under(plan, batch, SEARCHED), self.allowed
         if split.peak <= allowed and not (plan.o_plan.saves or split.spare > self._spare):
             return split
         fused = self.under(plan, batch, FUSED)
@@ -152,7 +149,7 @@ class Maker:
             if placed is None or placed.placement.makespan >= stop:
                 return None
             made = self._finish(placed, batch, None, spare)
-            over = made.peak - self.allowed(plan, batch)
+            over = made.peak - self.allowed
             # Activations are placed within a bound; where the program takes more, into less. What
             # was decided stays, so that it is the same wherever it is made again.
             if over <= 0 or not made.timeline.placement.problem.split:
@@ -187,7 +184,7 @@ class Maker:
             if found is None or found.placement.makespan >= best:
                 continue
             trial = self._finish(found, batch, change, kept.spare)
-            if trial.peak <= self.allowed(plan, batch):  # both sides take memory
+            if trial.peak <= self.allowed:  # both sides take memory
                 best, made = found.placement.makespan, trial
         return made
 

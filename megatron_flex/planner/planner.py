@@ -48,7 +48,7 @@ class Planner(Workbench):
         """
         finder = self.finder([batch])
         candidate = self.fitted(finder, finder.best_of(plan, None, "running"), plan)
-        return running_of(self.units, candidate.price, seconds, float(batch.tokens.max()))
+        return running_of(self.units, candidate.price, seconds)
 
     def best_static(self, batches: Sequence[Sequence[Batch]]) -> Plan:
         """The one plan that takes least time over all given batches and fits each of them.

@@ -12,7 +12,7 @@ from megatron_flex.model.config import ModelConfig
 from megatron_flex.planner.build import Batch, ModelCosts
 from megatron_flex.planner.candidates import Candidate, Finder
 from megatron_flex.planner.fit import Fitter
-from megatron_flex.planner.limits import allowance, room_for_messages
+from megatron_flex.planner.limits import allowance
 from megatron_flex.planner.maker import Maker
 from megatron_flex.planner.options import AUTO, PlannerOptions
 from megatron_flex.planner.plan import Plan
@@ -140,16 +140,11 @@ class Workbench:
         return self.fitter.hands_over(running, candidate.plan)
 
 
-def running_of(
-    costs: ModelCosts, price: Price, seconds: float | None = None, largest: float = 0.0
-) -> Running:
-    """An iteration as the next switch sees it; ``largest``: tokens of its largest micro-batch."""
+def running_of(costs: ModelCosts, price: Price, seconds: float | None = None) -> Running:
+    """An iteration as the next switch sees it."""
     budget = float(costs.budget)
     if costs.options.exact_memory:
-        room = room_for_messages(
-            costs.config, len(price.plan.stages), largest, costs.options.tensor
-        )
-        budget = allowance(budget, room)
+        budget = allowance(budget)
     spare = tuple(max(0.0, budget - size) for size in price.device_bytes)
     return Running(price.plan, price.seconds if seconds is None else seconds, spare)
 

@@ -49,7 +49,7 @@ class Measured:
         receive: waiting for activations and gradients of other stages: until they were made, and
             until they were here. This and the following are 0 on CUDA, where the host's times say
             nothing.
-        send: handing over activations and gradients.
+        send: handing over activations and gradients, and waiting until peers have taken them.
         reduce: starting gradient reductions, waiting for them, and the norms.
         state: handling state that moves for a switch, and operations waiting for it.
         update: optimizer updates of the iteration before (those of this one are yet to come).
@@ -135,6 +135,10 @@ class Clock:
                 self._input += now - started
         if self.trace and self._paused is None:
             self.spans.append(Span(instruction, started, now))
+
+    def delivered(self, seconds: float) -> None:
+        """Before an operation, messages were waited for that peers had not taken."""
+        self._spent["SendActivation"] = self._spent.get("SendActivation", 0.0) + seconds
 
     def waited(self, seconds: float) -> None:
         """An operation waited for state before it computed."""

@@ -1,6 +1,7 @@
 """Point-to-point messages, with every size known before anything is posted.
 
-Sends never block: the worker goes on, and the buffer is kept until the peer has taken it.
+Sends never block: the worker goes on, and the buffer is kept until the program says that the peer
+has taken it. There the worker waits for that, so that what it has in use does not depend on time.
 Activations and gradients are received ahead of their use, in program order, a bounded number at a
 time, so that the peer's send completes while this worker still computes.
 """
@@ -14,7 +15,6 @@ from collections.abc import Iterable
 import torch
 
 from megatron_flex.runtime.channel import Message
-from megatron_flex.runtime.deliveries import Deliveries
 from megatron_flex.runtime.failure import lost
 from megatron_flex.runtime.world import World
 from megatron_flex.schedule.instructions import (
@@ -53,7 +53,7 @@ class Communicator:
         self._dtype = dtype
         self._expected: deque[Transfer] = deque()
         self._posted: deque[tuple[Transfer, torch.Tensor, Message]] = deque()
-        self._sent = Deliveries(world)
+        self._sent: deque[tuple[Transfer, torch.Tensor, Message]] = deque()
         self._divided = 0
 
     def expect(self, instructions: Iterable[Instruction], divided: int = 0) -> None:
@@ -102,7 +102,21 @@ class Communicator:
         assert self._world.pipeline is not None
         with explain(op, self._world):
             work = self._world.pipeline.send(tensor, op.peer)
-        self._sent.add(op, tensor, work)
+        self._sent.append((op, tensor, work))
+
+    def delivered(self, under_way: int = 0) -> None:
+        """Wait until all but the last ``under_way`` messages are taken, and let go of them.
+
+        NCCL's messages are only looked at: the host does not wait for a GPU.
+        """
+        looks = self._world.pipeline is not None and self._world.pipeline.lazy
+        while len(self._sent) > under_way and (not looks or self._sent[0][2].is_completed()):
+            self._wait()
+
+    def _wait(self) -> None:
+        op, _, work = self._sent.popleft()
+        with explain(op, self._world):
+            work.wait(self._world.timeout)
 
     def receive(self, op: Transfer) -> torch.Tensor:
         """Wait for the message that ``op`` names."""
@@ -118,6 +132,7 @@ class Communicator:
 
     def finish(self) -> None:
         """End an iteration: wait until every message is delivered."""
-        self._sent.finish()
+        while self._sent:
+            self._wait()
         if self._posted or self._expected:
             raise ValueError(f"a receive was never used: {[str(p[0]) for p in self._posted]}")

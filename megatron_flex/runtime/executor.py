@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import astuple, fields, replace
@@ -31,6 +32,7 @@ from megatron_flex.schedule.instructions import (
     Backward,
     BackwardInput,
     BackwardWeight,
+    Compute,
     Drop,
     Forward,
     GatherParameters,
@@ -129,6 +131,10 @@ class Executor:
         self._communicator.expect(instructions, part.divided)
         with torch.set_grad_enabled(training):
             for instruction in instructions:
+                if isinstance(instruction, Compute):
+                    waiting = time.perf_counter()
+                    self._communicator.delivered(instruction.under_way)
+                    clock.delivered(time.perf_counter() - waiting)
                 started = clock.start(instruction)
                 try:
                     self.handlers[type(instruction)](run, instruction)
@@ -256,6 +262,7 @@ class Executor:
         # workers share the layers, each has its squares, and the first speaks for the others.
         # The last signal is this class's own: whether hand-overs can go through host memory.
         # A group may be destroyed when all have passed the norm after its last use.
+        self._communicator.delivered()
         run.prefixes.finish()
         self.custody.gathered()
         if run.training:

@@ -1,9 +1,9 @@
 """Instruction lists as numbers: what is sent to a worker, and what native code reads.
 
 An instruction is one 64-bit word, from its lowest bit on: 6 bits of operation code, 18 of stage or
-slab, 20 of peer or group (an index into the program's list of groups), 20 of micro-batch. Ranges
-of elements follow in two more words. The sizes of messages are those of the micro-batches, which
-both ends know. The text form (:mod:`text`) is for people.
+slab, 20 of peer, group (an index into the program's list of groups) or messages under way, 20 of
+micro-batch. Ranges of elements follow in two more words. The sizes of messages are those of the
+micro-batches, which both ends know. The text form (:mod:`text`) is for people.
 """
 
 from __future__ import annotations
@@ -30,12 +30,15 @@ from megatron_flex.schedule.instructions import (
     Transfer,
 )
 
-VERSION = 1
+VERSION = 2
 """Of the words' form; a worker refuses another."""
 CODES: dict[type[Instruction], int] = {cls: code for code, cls in enumerate(NAMES.values())}
 """Operation codes: the place in :data:`~megatron_flex.schedule.instructions.NAMES`."""
 _CLASSES = tuple(NAMES.values())
-_MOST = {"stage": 1 << 18, "slab": 1 << 18, "peer": 1 << 20, "micro_batch": 1 << 20}
+_MOST = {
+    "stage": 1 << 18, "slab": 1 << 18, "peer": 1 << 20, "under_way": 1 << 20,
+    "micro_batch": 1 << 20,
+}  # fmt: skip
 
 _RANGED = tuple(CODES[cls] for cls in (Recut, SendPiece, RecvPiece))
 
@@ -77,7 +80,8 @@ def encode(
 
         low = bits("stage" if isinstance(op, Compute | Transfer) else "slab")
         group = op.group if isinstance(op, ReduceGradient | GatherParameters) else None
-        middle = bits("peer") if group is None else index[group]
+        number = "under_way" if isinstance(op, Compute) else "peer"
+        middle = bits(number) if group is None else index[group]
         words.append(CODES[type(op)] | low << 6 | middle << 24 | bits("micro_batch") << 44)
         if isinstance(op, Recut | PieceOp):
             words += [op.start % (1 << 64), op.stop % (1 << 64)]
@@ -127,7 +131,7 @@ def _reader(cls: type[Instruction]) -> _Reader | None:
     make: Callable[..., Instruction] = cls
     names = {f.name for f in fields(cls)}
     if issubclass(cls, Compute):
-        return lambda low, middle, high, tokens, groups: make(high, low)
+        return lambda low, middle, high, tokens, groups: make(high, low, middle)
     if issubclass(cls, Transfer):
         return lambda low, middle, high, tokens, groups: make(high, low, middle, tokens[high])
     if "group" in names:

@@ -12,6 +12,11 @@ over all devices (start of operations in the simulated time), hence:
 - a switch to another plan begins with all early copies of state, which travel on their own while
   the iteration computes; what is handed over follows the update of its slab.
 - parameters of sharded slabs are gathered in the order of slabs.
+- an operation waits until messages that its device has sent are taken, so that it is certain what
+  memory they hold (``Compute.under_way``): those that by the simulated times are taken before it
+  begins. A peer can take a message when it has posted the receive, and it posts some ahead
+  (:data:`~megatron_flex.schedule.residency.POSTED`). So this waits for what starts strictly earlier
+  in that one order, and cannot close a circle; by the simulated times it waits for nothing.
 
 Lists are written in native code (``kernels/src/program_emit.cpp``); the tests have it in Python.
 """
@@ -40,6 +45,7 @@ from megatron_flex.schedule.instructions import (
     SendState,
 )
 from megatron_flex.schedule.placement import Placement
+from megatron_flex.schedule.residency import POSTED
 from megatron_flex.schedule.shards import Cut, sharded_slabs
 from megatron_flex.schedule.slabs import slab_holders, slab_stages
 from megatron_flex.schedule.transition import Move, Transition
@@ -99,9 +105,10 @@ def last_gradients(placement: Placement) -> list[tuple[float, int]]:
 
 
 _Problem = structure(
-    "stages batches kinds placed devices slabs reductions moves recuts pieces drops",
-    arrays="device offset target order_offset order sequence start reduced ready after scattered"
-    " reduce_group member_offset member gather_group move recut piece drop words word_offset",
+    "stages batches kinds placed devices slabs reductions moves recuts pieces drops posted",
+    arrays="device offset target wire order_offset order sequence start finish reduced ready after"
+    " scattered reduce_group member_offset member gather_group move recut piece drop words"
+    " word_offset",
 )
 """``mflex_emit_problem`` of ``kernels/src/program_emit.cpp``, field by field."""
 
@@ -174,12 +181,15 @@ def _write(
     words = np.empty(most, dtype=np.uint64)
     word_offset = np.zeros(world_size + 1, dtype=np.int64)
     arrays: dict[str, Array] = {
-        **{name: np.ascontiguousarray(getattr(ops, name)) for name in ("device", "offset")},
-        "target": ops.target,
+        **{
+            name: np.ascontiguousarray(getattr(ops, name))
+            for name in ("device", "offset", "target", "wire")
+        },
         "order_offset": order_offset,
         "order": order,
         "sequence": np.ascontiguousarray(placement.sequence),
         "start": np.ascontiguousarray(placement.start),
+        "finish": np.ascontiguousarray(placement.finish),
         "reduced": np.array([r.slab for r in reduces], dtype=np.int64),
         "ready": np.array([r.ready for r in reduces], dtype=np.float64),
         "after": np.array([r.after for r in reduces], dtype=np.int64),
@@ -209,6 +219,7 @@ def _write(
         recuts=len(recuts),
         pieces=len(pieces),
         drops=len(dropped),
+        posted=POSTED,
         **pointers(arrays),
     )
     function("mflex_program_emit")(ctypes.addressof(native))

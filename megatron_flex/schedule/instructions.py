@@ -1,7 +1,8 @@
 """What a worker is told to do: small frozen values with a text form.
 
 The text form is the class name and its fields, ``Forward micro_batch=3 stage=1``; groups are
-comma-separated. :func:`parse` reads it back. A :class:`Program` holds one list for each device.
+comma-separated, and a number that has a default is left out where it is that. :func:`parse` reads
+it back. A :class:`Program` holds one list for each device.
 
 In communication, ``stage`` is the stage that *produced* the tensor: an activation of stage s
 travels to stage s+1, the gradient of stage s's input travels to stage s-1. ``tokens`` is the first
@@ -11,7 +12,7 @@ dimension of the message, so that both ends can check it before anything is post
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, dataclass, field, fields
 from typing import Any
 
 from megatron_flex.planner.plan import Plan
@@ -23,19 +24,25 @@ class Instruction:
 
     def __str__(self) -> str:
         words = [type(self).__name__]
-        for field in fields(self):
-            value = getattr(self, field.name)
+        for entry in fields(self):
+            value = getattr(self, entry.name)
             text = ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
-            words.append(f"{field.name}={text}")
+            if value != entry.default:
+                words.append(f"{entry.name}={text}")
         return " ".join(words)
 
 
 @dataclass(frozen=True, slots=True)
 class Compute(Instruction):
-    """Work of one micro-batch on one stage."""
+    """Work of one micro-batch on one stage.
+
+    It begins when all but the last ``under_way`` messages that the device has sent before are
+    taken. Which work it is does not depend on that.
+    """
 
     micro_batch: int
     stage: int
+    under_way: int = field(default=0, compare=False)
 
 
 class Forward(Compute):
@@ -233,9 +240,9 @@ def parse(text: str) -> Instruction:
     for word in words:
         key, _, value = word.partition("=")
         given[key] = tuple(map(int, value.split(","))) if key == "group" else int(value)
-    expected = {f.name for f in fields(cls)}
-    if set(given) != expected:
-        raise ValueError(f"'{text}': {name} takes {sorted(expected)}, got {sorted(given)}")
+    known = {f.name for f in fields(cls)}
+    if not {f.name for f in fields(cls) if f.default is MISSING} <= set(given) <= known:
+        raise ValueError(f"'{text}': {name} takes {sorted(known)}, got {sorted(given)}")
     return cls(**given)
 
 

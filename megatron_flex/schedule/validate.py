@@ -20,13 +20,14 @@ from megatron_flex.native import Array, function, pointers, structure
 from megatron_flex.schedule.compact import Lists, rows
 from megatron_flex.schedule.instructions import PieceOp, Program, Recut, Transfer
 from megatron_flex.schedule.operations import check_chains
+from megatron_flex.schedule.residency import POSTED
 from megatron_flex.schedule.routing import check_route
 from megatron_flex.schedule.shards import Owners, cuts, sharded_slabs
 from megatron_flex.schedule.slabs import slab_holders, slab_stages
 from megatron_flex.schedule.text import excerpt
 
 _Problem = structure(
-    "devices stages batches units slabs groups train switches",
+    "devices stages batches units slabs groups train switches posted",
     arrays="words word_offset sizes group_offset group tokens route before after stage_offset"
     " holder unit slab_offset slab user_offset user now_offset now next_offset next cut scattered"
     " old_offset old_part new_offset new_part",
@@ -80,6 +81,7 @@ def validate(program: Program, layers: LayerList, *, forward_only: bool = False)
         groups=len(arrays["group_offset"]) - 1,
         train=not forward_only,
         switches=program.next_plan is not None,
+        posted=POSTED,
         **pointers(arrays),
     )
     if function("mflex_program_validate")(ctypes.addressof(problem), 0):

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
+from collections import defaultdict
+from itertools import accumulate
+
 from megatron_flex.model.layers import LayerList
 from megatron_flex.schedule.emit import (
     Reduction,
@@ -31,6 +35,7 @@ from megatron_flex.schedule.instructions import (
 )
 from megatron_flex.schedule.operations import OpKind
 from megatron_flex.schedule.placement import Placement
+from megatron_flex.schedule.residency import POSTED
 from megatron_flex.schedule.transition import Move, Transition
 
 
@@ -52,6 +57,7 @@ def emit(
     plan = problem.plan
     senders = problem.operations.senders().tolist()
     messages = _messages(placement, senders)
+    under_way = _under_way(placement, senders)
     reduces = () if problem.forward_only else reductions(placement, layers, switch)
     moves = () if switch is None else switch.moves
     anew = {} if switch is None else switch.cuts(layers)
@@ -61,7 +67,7 @@ def emit(
         out: list[Instruction] = state_messages(device, (m for m in moves if m.early))
         if switch is not None:
             out += recuts(device, switch, anew)
-        _compute(out, placement, device, tokens, senders, messages, reduces)
+        _compute(out, placement, device, tokens, senders, messages, reduces, under_way)
         own = [r for r in reduces if device in r.group]
         out.extend(SquaredNorm(r.slab) for r in own if r.scattered or r.group[0] == device)
         out.append(GlobalNorm())
@@ -128,6 +134,35 @@ def _messages(placement: Placement, senders: list[int]) -> dict[tuple[int, int],
     return found
 
 
+def _under_way(placement: Placement, senders: list[int]) -> dict[int, int]:
+    """How many of a device's messages are not taken yet when an operation of it begins."""
+    ops = placement.problem.operations
+    device, start, finish = ops.device.tolist(), placement.start, placement.finish
+    messages = _messages(placement, senders)
+    posted: dict[int, float] = {}  # of the operation that waits: when its receive is posted
+    for receiver, order in enumerate(placement.order):
+        times: list[float] = []  # of what the device has received
+        for code in order.tolist():
+            while senders[code] >= 0 and code not in posted:
+                waiting = messages[device[senders[code]], receiver].pop()
+                posted[waiting] = times[-POSTED] if len(times) >= POSTED else 0.0
+                times.append(start[code])
+    found: dict[int, int] = {}
+    for sender, order in enumerate(placement.order):
+        free: dict[int, float] = defaultdict(float)  # when each link is
+        taken: list[float] = []
+        for code in order.tolist():
+            found[code] = len(taken) - bisect_left(list(accumulate(taken, max)), start[code])
+            for edge in range(ops.offset[code], ops.offset[code + 1]):
+                target = int(ops.target[edge])
+                to = device[target]
+                if to != sender:
+                    begins = max(finish[code], posted[target], free[to])
+                    free[to] = begins + ops.wire[edge]
+                    taken.append(free[to])
+    return found
+
+
 def _compute(
     out: list[Instruction],
     placement: Placement,
@@ -136,6 +171,7 @@ def _compute(
     senders: list[int],
     messages: dict[tuple[int, int], list[int]],
     reduces: tuple[Reduction, ...],
+    under_way: dict[int, int],
 ) -> None:
     """Operations of one device with their messages and reductions."""
     problem, ops = placement.problem, placement.problem.operations
@@ -150,7 +186,7 @@ def _compute(
         if senders[code] >= 0 and code not in taken:
             _receive(out, code, placement, tokens, senders, messages, taken)
         kind, stage, micro_batch = problem.decode(code)
-        out.append(computes[kind](micro_batch, stage))
+        out.append(computes[kind](micro_batch, stage, under_way[code]))
         for edge in range(ops.offset[code], ops.offset[code + 1]):
             peer = int(ops.device[ops.target[edge]])
             if peer != device:

@@ -92,7 +92,7 @@ class _Replay:
         self.slices = {n: footprint._slices(plan.stages[n], o) for n in stages if self.chain}
         whole = (Backward, BackwardInput)
         self.evaluates = not any(isinstance(i, whole) for i in self.instructions)
-        self.sent = 0.0
+        self.sent: deque[float] = deque()  # bytes of messages that are not taken
         receives = (RecvActivation, RecvGradient)
         self.expected = [i.tokens for i in self.instructions if isinstance(i, receives)]
         self.expected.reverse()
@@ -107,6 +107,7 @@ class _Replay:
         self._post()
         for number, op in enumerate(self.instructions):
             if isinstance(op, Compute):
+                self._delivered(op.under_way)
                 if self.travels.passes:
                     self._travel(op)
                 if isinstance(op, Forward):
@@ -122,6 +123,7 @@ class _Replay:
             elif isinstance(op, Recut):
                 self._recut(op)
             elif isinstance(op, GlobalNorm):
+                self._delivered(0)
                 rest = self.instructions[number + 1 :]
                 updated = [i.slab for i in rest if isinstance(i, UpdateOrSkip)]
                 self.swapped -= self.cut.keys()
@@ -140,13 +142,16 @@ class _Replay:
             self.posted += 1
 
     def _transfer(self, op: Transfer) -> None:
-        self.used -= self.sent  # what was sent before has gone by now
-        self.sent = 0.0
         if isinstance(op, (SendActivation, SendGradient)):
-            self.sent = self.f.boundary * op.tokens
+            self.sent.append(self.f.boundary * op.tokens)
         else:
             self.posted -= 1  # its buffer goes on as an activation or a gradient
             self._post()
+
+    def _delivered(self, under_way: int) -> None:
+        """All but the last messages have been taken."""
+        while len(self.sent) > under_way:
+            self.used -= self.sent.popleft()
 
     def _travel(self, op: Compute) -> None:
         """What the pass before saved has left, and what the next one needs comes back."""
@@ -284,7 +289,7 @@ class _Replay:
 
     def _updates(self, instructions: Sequence[Instruction]) -> float:
         """Peak after the global norm."""
-        used = peak = self.used - self.sent
+        used = peak = self.used
         updates = [i.slab for i in instructions if isinstance(i, UpdateOrSkip)]
         coming = deque(self.f.window(slab) for slab in updates if slab in self.swapped)
         # States from the host: one goes when the next comes, the last ones when all must be back.

@@ -1,14 +1,16 @@
 """The validator in plain Python: what ``kernels/src/program_validate.cpp`` must equal.
 
 The replay blocks where a worker may block: a receive waits for its message (sends are buffered,
-first in first out for each ordered pair of devices), a reduction waits for its whole group, the
-global norm for all devices. It tracks what every device has computed and received, so whatever
-would make the iteration hang or its result wrong is refused with the device and the step.
+first in first out for each ordered pair of devices), an operation until messages are taken that its
+device has sent, a reduction for its whole group, the global norm for all devices. A message can be
+taken when its receive is posted, some ahead of the one that is waited for. It tracks what every
+device has computed and received, so whatever would make the iteration hang or its result wrong is
+refused with the device and the step.
 """
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from itertools import pairwise
 from typing import Any, NoReturn
@@ -44,6 +46,7 @@ from megatron_flex.schedule.instructions import (
     UpdateOrSkip,
 )
 from megatron_flex.schedule.operations import check_chains
+from megatron_flex.schedule.residency import POSTED
 from megatron_flex.schedule.routing import check_route
 from megatron_flex.schedule.shards import cuts
 from megatron_flex.schedule.slabs import slab_stages
@@ -101,6 +104,17 @@ class _Replay:
         self.queues: dict[tuple[int, int], deque[tuple[Transfer, int]]] = {}
         self.at = [0] * self.D
         self.waits_for: list[int | None] = [None] * self.D  # sender that a receive waits for
+        # Messages of each device that are not known to be taken: target, how many were sent to it
+        # before, and the step; receives to come, and how many are posted of those from each peer.
+        self.sends: list[deque[tuple[int, int, int]]] = [deque() for _ in range(self.D)]
+        self.untaken: list[tuple[int, int, int] | None] = [None] * self.D
+        self.counted: Counter[tuple[int, int]] = Counter()
+        self.posted: Counter[tuple[int, int]] = Counter()
+        receives = (RecvActivation, RecvGradient)
+        self.to_post = [
+            deque(i.peer for i in steps if isinstance(i, receives))
+            for steps in program.instructions
+        ]
         self.arrived: dict[int, set[int]] = {}  # slab -> devices at its reduction
         self.reduced: list[set[int]] = [set() for _ in range(self.D)]
         self.updated: list[set[int]] = [set() for _ in range(self.D)]
@@ -110,6 +124,9 @@ class _Replay:
         self.device = 0
         self.step = 0
         self.ready: list[int] = list(range(self.D))[::-1]
+        for device in range(self.D):
+            for _ in range(POSTED):
+                self.post(device)
         self.handlers: dict[type[Instruction], Callable[[Any], bool]] = {
             Forward: self.forward,
             Backward: self.backward,
@@ -147,6 +164,8 @@ class _Replay:
                     self.fail("no device knows this instruction in a training program")
                 if self.past_norm[device] and not isinstance(instruction, SlabOp):
                     self.fail("only updates and a switch may follow the global norm")
+                if isinstance(instruction, Compute) and not self.taken(instruction.under_way):
+                    break
                 if not handler(instruction):
                     break
                 step += 1
@@ -251,6 +270,8 @@ class _Replay:
                       f" {self.tokens[op.micro_batch]}")  # fmt: skip
         self.sent[key] = self.step
         self.queues.setdefault((source, target), deque()).append((op, self.step))
+        self.sends[source].append((target, self.counted[source, target], self.step))
+        self.counted[source, target] += 1
         if self.waits_for[target] == source:
             self.waits_for[target] = None
             self.ready.append(target)
@@ -267,6 +288,7 @@ class _Replay:
         if not queue:
             self.waits_for[target] = source
             return False
+        self.post(target)
         message, step = queue.popleft()
         wanted = SendActivation if type(op) is RecvActivation else SendGradient
         found = (type(message), message.stage, message.micro_batch)
@@ -281,6 +303,30 @@ class _Replay:
             self.activation[index + self.M] = 1
         else:
             self.gradient[index - self.M] = 1
+        return True
+
+    def post(self, device: int) -> None:
+        """The next receive of a device's list is posted."""
+        if not self.to_post[device]:
+            return
+        peer = self.to_post[device].popleft()
+        if not 0 <= peer < self.D:
+            return  # refused when it is waited for
+        self.posted[peer, device] += 1
+        untaken = self.untaken[peer]
+        if untaken is not None and untaken[0] == device:
+            self.ready.append(peer)
+
+    def taken(self, under_way: int) -> bool:
+        """Whether all but the last messages of this device can be taken."""
+        sends = self.sends[self.device]
+        while len(sends) > under_way:
+            target, before, _ = sends[0]
+            if self.posted[self.device, target] <= before:
+                self.untaken[self.device] = sends[0]
+                return False
+            sends.popleft()
+        self.untaken[self.device] = None
         return True
 
     # -- slabs ---------------------------------------------------------------------------------
@@ -479,6 +525,18 @@ class _Replay:
                 never = any(instruction not in self.ahead(other) for other in others)
                 reason = f"waits for devices {_names(others)} at the reduction"
                 reason += ", which lack it" if never else ""
+            elif isinstance(instruction, Compute) and (untaken := self.untaken[device]) is not None:
+                target, _, sent = untaken
+                others, message = {target}, lists[device][sent]
+                assert isinstance(message, Transfer)
+                takes = RecvActivation if isinstance(message, SendActivation) else RecvGradient
+                here = (message.micro_batch, message.stage)
+                never = not any(
+                    type(step) is takes and (step.micro_batch, step.stage) == here
+                    for step in self.ahead(target)
+                )
+                reason = f"waits for device {target} to take what it sent at step {sent}"
+                reason += ", which it never receives" if never else ""
             elif not isinstance(instruction, GlobalNorm):
                 slab, needed = self.switch.waits(device)
                 others = set(needed)

@@ -61,12 +61,6 @@ def test_the_ratio_of_memory_leaves_out_devices_that_are_far_from_full() -> None
     assert memory_ratio((Measured(0.0, 1.0, 1.0),)) == 0.0
 
 
-def test_what_plans_leave_room_for_is_no_error_of_the_prediction() -> None:
-    assert memory_ratio((with_memory(110.0, 100.0),), room=15.0) == pytest.approx(1.0)
-    assert memory_ratio((with_memory(110.0, 100.0),), room=4.0) == pytest.approx(1.06)
-    assert memory_ratio((with_memory(90.0, 100.0),), room=15.0) == pytest.approx(0.9)
-
-
 def test_times_are_means_over_the_devices_that_compute() -> None:
     measured = (
         Measured(0.0, 3.0, 4.0, receive=0.5, send=0.1, reduce=0.2, state=0.0, update=0.3),

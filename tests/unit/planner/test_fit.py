@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from megatron_flex.planner.build import Batch
 from megatron_flex.planner.candidates import Candidate
 from megatron_flex.planner.decision import Infeasible
-from megatron_flex.planner.limits import MARGIN, UNTAKEN
+from megatron_flex.planner.limits import MARGIN
 from megatron_flex.planner.maker import Made
 from megatron_flex.planner.plan import OPlan, Plan
 from megatron_flex.planner.planner import Planner
@@ -33,8 +33,7 @@ def needed(batch: Batch) -> float:
     """Bytes of the fuller device without memory optimisation, and what is left free."""
     fitter = planner().fitter
     assert fitter is not None
-    messages = UNTAKEN * 2 * 1024 * float(batch.tokens.max())
-    return (max(fitter.peaks(LAYOUT, batch)) + messages) / (1.0 - MARGIN)
+    return max(fitter.peaks(LAYOUT, batch)) / (1.0 - MARGIN)
 
 
 def fitted(budget: float, batch: Batch, running: Plan | None = None, **options: Any) -> Candidate:
@@ -128,12 +127,9 @@ def test_room_for_what_is_out_of_step_is_given_up_first() -> None:
     lean = Plan(UNEVEN.stages, OPlan(lean=True))
     fitter = uneven_planner().fitter
     assert fitter is not None
-    messages = UNTAKEN * 2 * 1024 * 2048.0
     for exact in (True, False):
         if exact:
-            much, little = (
-                (max(fitter.peaks(p, batch)) + messages) / (1 - MARGIN) for p in (UNEVEN, lean)
-            )
+            much, little = (max(fitter.peaks(p, batch)) / (1 - MARGIN) for p in (UNEVEN, lean))
         else:
             much = max(planned(80e9, False).device_bytes)
             little = max(planned(0.99 * much, False).device_bytes)
@@ -213,7 +209,7 @@ def test_auto_splits_the_backward_as_long_as_that_fits(seed: int) -> None:
     def made(budget: float, schedule: str) -> tuple[Made, float]:
         fitter = planner(budget, schedule=schedule).fitter
         assert fitter is not None
-        return fitter.maker.keep(LAYOUT, batch), fitter.maker.allowed(LAYOUT, batch)
+        return fitter.maker.keep(LAYOUT, batch), fitter.maker.allowed
 
     fused = max(map(max, made(80e9, "1f1b")[0].memory))
     found = []
@@ -240,15 +236,14 @@ def test_activations_go_to_the_host_only_where_the_plan_does_not_fit_without(par
 
     loose = limited(80e9)
     assert loose.fitter is not None
-    messages = UNTAKEN * 2 * 1024 * float(batch.tokens.max())
-    p = limited((part * max(loose.fitter.peaks(plan, batch)) + messages) / (1.0 - MARGIN))
+    p = limited(part * max(loose.fitter.peaks(plan, batch)) / (1.0 - MARGIN))
     assert p.fitter is not None
     finder = p.finder([batch])
     price = p.fitted(finder, finder.best_of(plan, None, "given"), None).price
     away = price.plan.o_plan.activations
     assert price.fits
     assert away
-    allowed = p.fitter.maker.allowed(plan, batch)
+    allowed = p.fitter.maker.allowed
     for unit in away:
         fewer = replace(plan, o_plan=OPlan(activations=tuple(u for u in away if u != unit)))
         assert max(p.fitter.peaks(fewer, batch)) > allowed
@@ -279,7 +274,7 @@ def test_auto_is_as_fast_as_the_better_of_both_backwards(seed: int, part: float)
     if not price.fits:
         return
     made = p.maker.keep(price.plan, batch)
-    assert made.peak <= p.maker.allowed(price.plan, batch)
+    assert made.peak <= p.maker.allowed
     assert price.device_bytes == tuple(map(max, made.memory))
     best = min([s for s, f in ((halves, split), (whole, fused)) if f.fits], default=math.inf)
     if price.missing > 0:  # where memory is not short the split one is not compared
@@ -294,9 +289,9 @@ def test_a_split_backward_is_not_throttled_where_memory_optimisation_is_faster(
     batch = drawn_batch(seed)
     p, price, seconds = timed(part * needed(batch), batch, "zb")
     bare = p.maker.keep(LAYOUT, batch)
-    if bare.peak <= p.maker.allowed(LAYOUT, batch):
+    if bare.peak <= p.maker.allowed:
         assert price.fits
-    if price.fits and price.missing > 0 and bare.peak <= p.maker.allowed(LAYOUT, batch):
+    if price.fits and price.missing > 0 and bare.peak <= p.maker.allowed:
         assert seconds <= bare.seconds * (1 + 1e-9)
 
 
