@@ -16,6 +16,7 @@ copy of contiguous memory) of as many bytes on the same way.
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import os
 import platform
@@ -26,9 +27,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 if str(ROOT) not in sys.path:
@@ -42,10 +44,16 @@ from megatron_flex import kernels
 from megatron_flex.data.packed import PackedBatch
 from megatron_flex.model import attention_cpu, attention_cuda
 from megatron_flex.model.attention_options import AttentionOptions
+from megatron_flex.model.block import Block
+from megatron_flex.model.check_layers import check_layers
 from megatron_flex.model.config import ModelConfig
 from megatron_flex.model.context import PackedContext
 from megatron_flex.model.dropout import masked_scale
 from megatron_flex.model.keys import token_keys
+from megatron_flex.planner.plan import Plan
+from megatron_flex.runtime.holdings import Holdings
+from megatron_flex.runtime.optimizer import OptimizerConfig, StepSize, update
+from megatron_flex.runtime.slab import Buffers, Slab, SlabLayout
 from megatron_flex.twinlayer import manager
 from megatron_flex.twinlayer.hand_overs import HandOver
 from megatron_flex.twinlayer.location import DIRECTORY, socket_of
@@ -358,6 +366,99 @@ def training(bench: Bench) -> None:
         bench.add(table, name, seconds, 0.0, None, f"losses within {far:.1e} of the first row's")
 
 
+def fused_adams() -> dict[str, Any]:
+    """Transformer Engine's and Apex's, where they are installed."""
+    found = {}
+    for name, module in (
+        ("Transformer Engine's FusedAdam", "transformer_engine.pytorch.optimizers"),
+        ("Apex's FusedAdam", "apex.optimizers"),
+    ):
+        try:
+            found[name] = importlib.import_module(module).FusedAdam
+        except ImportError:
+            print(f"  {name}: not installed", flush=True)
+    return found
+
+
+def updates(bench: Bench) -> None:
+    """AdamW on a bfloat16 slab against the optimizers that Megatron-LM takes, one tensor each.
+
+    34 bytes a parameter are read and written: gradient, master weight and both moments, of which
+    three are changed, and the cast to bfloat16 (which Megatron-LM does beside them, as here).
+    """
+    numel = max(1024, bench.size // 16)
+    layout = SlabLayout.of([("weight", torch.Size((numel // 1024, 1024)))], lambda *_: True)
+    slab = Slab(0, layout, Buffers.allocate(layout.numel, torch.bfloat16, bench.device, False))
+    numel = layout.numel
+    slab.grads.normal_()
+    constants = OptimizerConfig()
+    arms: dict[str, tuple[Arm, int]] = {
+        "of a slab (PyTorch's fused AdamW)": (
+            lambda: update(slab, constants, StepSize(1e-4, 0.1), 1.0, 1), 17 * numel
+        )
+    }  # fmt: skip
+    for name, kind in (fused_adams() if bench.cuda else {}).items():
+        weight = torch.nn.Parameter(torch.zeros(numel, device=bench.device))
+        weight.grad = slab.grads.clone()
+        betas = constants.adam_beta1, constants.adam_beta2
+        optimizer = kind([weight], lr=1e-4, betas=betas, eps=constants.adam_eps, weight_decay=0.1)
+        narrow = torch.zeros(numel, dtype=torch.bfloat16, device=bench.device)
+
+        def step(own: Any = optimizer, source: Tensor = weight, target: Tensor = narrow) -> None:
+            own.step()
+            target.copy_(source.detach())
+
+        arms[name] = step, 17 * numel
+    bench.against_copy(f"updates, {numel / 1e6:.1f} million bfloat16 parameters", arms)
+
+
+def layers(bench: Bench) -> None:
+    """Forward and backward of a layer of local modules and of Transformer Engine's."""
+    width, tokens = (4096, 8192) if bench.cuda else (128, 256)
+    heads = width // 128
+    base = ModelConfig(
+        num_layers=1, hidden_size=width, num_attention_heads=heads, vocab_size=1024,
+        padded_vocab_size=1024, max_position_embeddings=tokens, ffn_hidden_size=4 * width,
+        kv_channels=128, num_query_groups=heads, position_embedding_type="rope", swiglu=True,
+        normalization="RMSNorm", add_bias_linear=False, hidden_dropout=0.0, attention_dropout=0.0,
+        params_dtype="bfloat16",
+    )  # fmt: skip
+    forms = {"local modules": base}
+    engine = replace(base, transformer_impl="transformer_engine")
+    forms["Transformer Engine, bfloat16"] = engine
+    for recipe in ("tensorwise", "blockwise", "mxfp8"):
+        forms[f"Transformer Engine, fp8, {recipe}"] = replace(
+            engine, fp8_format="hybrid", fp8_recipe=recipe
+        )
+    lengths = tuple(mixture(tokens, 1))
+    batch = PackedBatch(lengths, tuple(range(len(lengths))), (0,) * len(lengths))
+    batch = batch.with_tail(tail) if (tail := -sum(lengths) % 128) else batch
+    arms: dict[str, Arm] = {}
+    for name, config in forms.items():
+        try:
+            check_layers(config, bench.device)
+        except ValueError as error:
+            print(f"  {name}: {error}", flush=True)
+            continue
+        held = Holdings(config, Plan.parse("0:4@0"), 0, bench.device)
+        shape = (batch.num_tokens, 1, width)
+        hidden = torch.randn(shape, dtype=torch.bfloat16, device=bench.device, requires_grad=True)
+
+        def run(
+            blocks: Sequence[Block] = (held.blocks[1], held.blocks[2]), x: Tensor = hidden
+        ) -> None:
+            out = x
+            for block in blocks:
+                out = block(out, batch)
+            out.backward(torch.ones_like(out))
+
+        arms[name] = run
+    found = bench.seconds(arms)
+    table = f"layers, forward and backward of one, width {width}, {batch.num_tokens} tokens"
+    for name, seconds in found.items():
+        bench.add(table, name, seconds, 0.0, found["local modules"])
+
+
 def machine(device: torch.device) -> dict[str, str]:
     """What the figures belong to."""
     found = {
@@ -399,7 +500,9 @@ def main() -> None:
     about = machine(bench.device)
     print(", ".join(f"{key} {value}" for key, value in about.items()))
     failed = []
-    parts: list[Callable[[Bench], None]] = [segments, elements, link, hand_over, attention]
+    parts: list[Callable[[Bench], None]] = [
+        segments, elements, link, hand_over, attention, updates, layers,
+    ]  # fmt: skip
     if arguments.iterations:
         parts.append(training)
     for part in parts:

@@ -70,6 +70,15 @@ def grid(tokens: Sequence[int], lengths: Sequence[int]) -> list[Shape]:
     return list(shapes)
 
 
+def aligned(shapes: Sequence[Shape], multiple: int) -> list[Shape]:
+    """The same with the padding behind them that training has (``MicroBatch.aligned``)."""
+    tails = (-shape.tokens % multiple for shape in shapes)
+    return [
+        Shape((*shape.lengths, tail)) if tail else shape
+        for shape, tail in zip(shapes, tails, strict=True)
+    ]
+
+
 def random_shapes(count: int, tokens: tuple[int, int], longest: int, seed: int) -> list[Shape]:
     """Micro-batches that no grid has: random totals, random lengths within both ranges."""
     draw = random.Random(seed)

@@ -52,6 +52,7 @@ from megatron_flex.loop.steps import Steps
 from megatron_flex.loop.stopping import Stopping
 from megatron_flex.loop.tracing import Tracing
 from megatron_flex.model.attention import check_attention
+from megatron_flex.model.check_layers import check_layers
 from megatron_flex.model.config import loss_names
 from megatron_flex.planner.flops import iteration_flops
 from megatron_flex.planner.memory import total_parameters
@@ -121,9 +122,13 @@ def pretrain(config: Config) -> None:
                 check_outputs(config)
             parts = assemble(config)
             world.check_alike(of_the_files(config, parts))
+            try:
+                check_layers(parts.model, world.device)
+                check_attention(parts.model, world.device)
+            except ValueError as error:
+                raise SystemExit(str(error)) from error
             parts = with_measured(config, world, parts)
             try:
-                check_attention(parts.model, world.device)
                 if not (config.flexpipe.flexpipe or config.cut_by_batch):
                     # Else the planner judges batch by batch.
                     longest, memory = config.data.max_sample_length, memory_of_worker(world.device)

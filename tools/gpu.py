@@ -15,6 +15,7 @@ import os
 import subprocess
 import sys
 import time
+from importlib import metadata
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -33,6 +34,11 @@ NEEDED = {
     "yaml": "pyyaml",
 }
 """Module and package, of what a run imports beside PyTorch."""
+OPTIONAL = (
+    ("Transformer Engine", "transformer_engine", "transformer-engine"),
+    ("Apex", "apex.normalization", "apex"),
+    ("flash-attn", "flash_attn", "flash-attn"),
+)
 LIMITS = {"build": 180, "tests": 330, "benchmark": 210}
 """Seconds."""
 
@@ -49,6 +55,20 @@ def _found(module: str) -> bool:
         return importlib.util.find_spec(module) is not None
     except ImportError:
         return False
+
+
+def engines() -> str:
+    """Which packages are there whose layers and kernels are tested where they are installed."""
+    words = []
+    for title, module, name in OPTIONAL:
+        version = "no"
+        if _found(module):
+            try:
+                version = metadata.version(name)
+            except metadata.PackageNotFoundError:
+                version = "of unknown version"
+        words.append(f"{title}: {version}")
+    return "; ".join(words)
 
 
 def install(packages: list[str], wheels: Path) -> None:
@@ -94,6 +114,7 @@ def main() -> int:
         return 1
     if packages := missing():
         install(packages, arguments.wheels)
+    print(f"== {engines()}", flush=True)
     capability = "".join(map(str, torch.cuda.get_device_capability()))
     environment = {
         **os.environ,

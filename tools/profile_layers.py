@@ -46,6 +46,7 @@ from megatron_flex.link_speed import host_link, link, there_and_back
 from megatron_flex.loop.iteration import tensor_of
 from megatron_flex.loop.measuring import measured_model, measured_tokens
 from megatron_flex.loop.questions import ABOUT, read_run
+from megatron_flex.model.check_layers import check_layers
 from megatron_flex.model.config import ModelConfig
 from megatron_flex.model.tensor_cut import check
 from megatron_flex.model.tensor_group import SOLO, TensorGroup
@@ -55,6 +56,7 @@ from megatron_flex.planner.tensor import TensorParallel
 from megatron_flex.profiling import (
     Samples,
     Workbench,
+    aligned,
     fit,
     grid,
     held_out,
@@ -182,9 +184,10 @@ class Work:
     ) -> tuple[Profile, Samples, Samples]:
         """The profile, and what was measured: what it is fitted to, and the rest."""
         bench = Workbench(self.config, device, group)
-        shapes = grid(self.tokens, self.lengths)
+        align = self.config.alignment
+        shapes = aligned(grid(self.tokens, self.lengths), align)
         low, high = min(self.tokens), max(self.tokens)
-        unseen = random_shapes(self.held_out, (low, high), high, seed=1)
+        unseen = aligned(random_shapes(self.held_out, (low, high), high, seed=1), align)
         every = [*shapes, *unseen]
         if group.index == 0:
             with progress_bar(runs(every, self.repeats), "measure", unit=" runs") as bar:
@@ -266,6 +269,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             else tensor_of(run.config)
         )
         check(config, tensor.size)
+        check_layers(config, device)
         links = {} if args.no_links else {"host": host_link(device)}
         between = None if args.no_links else intra_link(device)
         if between is not None:

@@ -38,12 +38,12 @@ from megatron_flex.checkpoint.manifest import (
 from megatron_flex.checkpoint.parts import Part, Value, local_of
 from megatron_flex.checkpoint.ranks import DEFAULT_TIMEOUT, Ranks
 from megatron_flex.checkpoint.vocabulary import PADDED
-from megatron_flex.model.config import completed
+from megatron_flex.model.config import IMPLEMENTATION, completed
 from megatron_flex.model.tensor_cut import Piece
 
 NOT_STRUCTURAL = frozenset(
     {"hidden_dropout", "attention_dropout", "init_method_std", "seed", "params_dtype", PADDED}
-)
+).union(IMPLEMENTATION)
 """Fields of a model's configuration that may differ between saving and loading."""
 
 

@@ -47,6 +47,7 @@ _NO_COST = frozenset(
         "attention_dropout",
         "init_method_std",
         "seed",
+        "persist_layer_norm",
     }
 )
 """Fields of a model's configuration that its units' costs do not depend on."""

@@ -21,7 +21,7 @@ from megatron_flex.config.profiling import ProfilingOptions
 from megatron_flex.config.recompute import RecomputeOptions
 from megatron_flex.config.tokenizer import TokenizerOptions
 from megatron_flex.config.training import TrainingOptions
-from megatron_flex.model.config import ModelConfig
+from megatron_flex.model.config import FP8_ALIGNMENT, ModelConfig
 
 Architecture = Literal["gpt", "bert"]
 
@@ -106,6 +106,7 @@ class Config:
             swiglu=m.swiglu,
             openai_gelu=m.openai_gelu,
             apply_residual_connection_post_layernorm=m.apply_residual_connection_post_layernorm,
+            apply_layernorm_1p=m.apply_layernorm_1p,
             untie_embeddings_and_output_weights=m.untie_embeddings_and_output_weights,
             add_bias_linear=m.add_bias_linear,
             add_qkv_bias=m.add_qkv_bias and not m.add_bias_linear,
@@ -119,7 +120,20 @@ class Config:
             architecture=self.architecture,
             num_tokentypes=2 if bert and m.bert_binary_head else 0,
             binary_head=bert and m.bert_binary_head,
+            transformer_impl=m.transformer_impl,
+            fp8_format=self.precision.fp8_format,
+            fp8_recipe=self.precision.fp8_recipe,
+            persist_layer_norm=m.persist_layer_norm,
         )
+
+    @property
+    def alignment(self) -> int:
+        """The tokens of every micro-batch are padded to a multiple of this."""
+        given = self.flexpipe.flexpipe_align_tokens
+        if given is not None:
+            return given
+        p = self.precision
+        return 1 if p.fp8_format is None else FP8_ALIGNMENT[p.fp8_recipe]
 
     @property
     def devices(self) -> int:

@@ -30,6 +30,7 @@ MODEL_FIELDS = (
     "swiglu",
     "openai_gelu",
     "apply_residual_connection_post_layernorm",
+    "apply_layernorm_1p",
     "untie_embeddings_and_output_weights",
     "add_bias_linear",
     "add_qkv_bias",

@@ -88,6 +88,11 @@ class FlexpipeOptions:
     --micro-batch-tokens computed tokens. dynapipe: sorted samples in runs, padded, which take least
     time by DynaPipe's dynamic programming, within the memory of a worker."""
 
+    flexpipe_align_tokens: int | None = option(None, own=True, at_least=1, at_most=65536)
+    """Pad each micro-batch to a multiple of so many tokens, behind its samples. Padding counts in
+    no loss and changes no gradient; plans count it. Not set: what --fp8-recipe needs with
+    --fp8-format (tensorwise 16, mxfp8 32, blockwise 128), else none."""
+
     flexpipe_baseline: Baseline | None = option(None, own=True)
     """Train as another system does, on the plan of the other flags, for comparison: sets
     --flexpipe-batching and --flexpipe-schedule where they are not given (docs/simulator.md)."""

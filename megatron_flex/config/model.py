@@ -76,6 +76,9 @@ class ModelOptions:
     apply_residual_connection_post_layernorm: bool = False
     """Add what attention and MLP give to their normalized input, as in the first BERT."""
 
+    apply_layernorm_1p: bool = False
+    """Let norms multiply by one plus their weight, which begins at zero."""
+
     untie_embeddings_and_output_weights: bool = False
     """Give the output layer weights of its own instead of the word embedding's."""
 
@@ -104,8 +107,13 @@ class ModelOptions:
     bert_binary_head: bool = option(True, flags=("--bert-no-binary-head",))
     """BERT without the sentence-order head: for documents of a single sentence."""
 
-    transformer_impl: Literal["local"] = "local"
-    """Which megatron-core modules the layers are built from. Megatron-LM's default is
+    persist_layer_norm: bool = option(True, flags=("--no-persist-layer-norm",))
+    """Where LayerNorm is Apex's (it is on GPUs where Apex is installed), do without its persistent
+    kernel, which there is for some widths."""
+
+    transformer_impl: Literal["local", "transformer_engine"] = "local"
+    """Which megatron-core modules the layers are built from. transformer_engine needs GPUs and the
+    package transformer-engine. Checkpoints are the same. Megatron-LM's default is
     transformer_engine."""
 
     attention_backend: Literal["auto"] = "auto"

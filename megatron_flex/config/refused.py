@@ -57,7 +57,7 @@ FLAGS: tuple[Refusal, ...] = (
     # Parallelism of other kinds.
     _refuse(
         "tp-comm-overlap tp-comm-overlap-cfg",
-        "it needs Transformer Engine modules, which are not used",
+        "Transformer Engine's layers are not shared among workers",
         "remove it",
     ),
     _refuse(
@@ -103,10 +103,21 @@ FLAGS: tuple[Refusal, ...] = (
         "use --bf16",
     ),
     _refuse(
-        "fp8-format fp8-recipe fp8-margin fp8-amax-history-len fp8-amax-compute-algo"
-        " fp8-param-gather fp4-format",
-        "it needs Transformer Engine modules, which are not used",
-        "use --bf16",
+        "fp8-margin fp8-amax-history-len fp8-amax-compute-algo fp8-interval",
+        "it is for delayed scaling, whose result depends on the order of micro-batches on each"
+        " worker, and so on the plan",
+        "remove it",
+    ),
+    _refuse(
+        "fp8-param-gather no-fp8-wgrad first-last-layers-bf16 num-layers-at-start-in-bf16"
+        " num-layers-at-end-in-bf16 fp8-quantizer-factory",
+        "with --fp8-format all layers multiply in fp8, from weights that are kept in bfloat16",
+        "remove it",
+    ),
+    _refuse(
+        "fp4-format fp4-recipe fp4-param-gather",
+        "fp4 draws random numbers for its rounding, which would differ between plans",
+        "use --fp8-format",
     ),
     _refuse(
         "grad-reduce-in-bf16",
@@ -148,7 +159,7 @@ FLAGS: tuple[Refusal, ...] = (
     ),
     _refuse(
         "multi-latent-attention mtp-num-layers experimental-attention-variant"
-        " heterogeneous-layers-config-path apply-layernorm-1p qk-clip"
+        " heterogeneous-layers-config-path qk-clip"
         " is-hybrid-model hybrid-override-pattern encoder-num-layers decoder-num-layers"
         " encoder-seq-length decoder-seq-length use-legacy-models",
         _DENSE,
@@ -162,7 +173,7 @@ FLAGS: tuple[Refusal, ...] = (
     ),
     _refuse(
         "no-masked-softmax-fusion no-bias-gelu-fusion no-bias-swiglu-fusion"
-        " no-bias-dropout-fusion no-rope-fusion no-persist-layer-norm"
+        " no-bias-dropout-fusion no-rope-fusion"
         " no-gradient-accumulation-fusion cross-entropy-loss-fusion cross-entropy-fusion-impl"
         " disable-jit-fuser enable-cuda-graph cuda-graph-impl",
         "the kernels that it chooses are not used",
@@ -302,9 +313,12 @@ FLAGS: tuple[Refusal, ...] = (
 
 VALUES: dict[str, dict[str, str]] = {
     "--transformer-impl": {
-        "transformer_engine": "Transformer Engine's modules are not used in this version; use"
-        " local",
         "inference_optimized": "it is for inference; use local",
+    },
+    "--fp8-recipe": {
+        "delayed": "its scales follow from what each worker computed before, so the result would"
+        " depend on the plan, and on when a layer moved; use tensorwise, blockwise or mxfp8",
+        "custom": "the recipes are Transformer Engine's own; use tensorwise, blockwise or mxfp8",
     },
     "--attention-backend": {
         "": "the kernel follows from the device: PyTorch's or flash-attn's variable-length"

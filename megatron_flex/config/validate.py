@@ -14,6 +14,7 @@ from megatron_flex.cluster.profile import Profile
 from megatron_flex.config.config import Config, flag_of
 from megatron_flex.config.data import DataOptions
 from megatron_flex.config.flexpipe import CHOSEN_BY_BATCH, PADDED, V_SCHEDULES
+from megatron_flex.config.layers import layer_problems
 from megatron_flex.config.tokenizer import NEEDS
 from megatron_flex.data.paths import (
     Split,
@@ -604,6 +605,7 @@ def _files(config: Config) -> Problems:
 
 _CHECKS: tuple[Callable[[Config], Problems], ...] = (
     _model,
+    layer_problems,
     _data,
     _tokenizer,
     _schedule,

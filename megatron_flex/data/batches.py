@@ -97,6 +97,8 @@ class BatchSource:
             token_types=_join([row.token_types for row in rows]),
             sentence_order=torch.tensor(order, dtype=torch.int64) if order else None,
         )
+        if micro_batch.tail:
+            return packed.with_tail(micro_batch.tail)
         return packed.padded(micro_batch.padded) if micro_batch.padded else packed
 
 

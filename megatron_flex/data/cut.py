@@ -21,7 +21,7 @@ from megatron_flex.data.global_batch import GlobalBatch
 from megatron_flex.data.microbatch import MicroBatch, Slice
 from megatron_flex.data.microbatches import CostCoefficients, cut_by_count, cut_by_tokens
 from megatron_flex.data.padding import ORDERS, pad_by_bucket, pad_by_count
-from megatron_flex.data.slices import slices_of_cost, slices_of_tokens
+from megatron_flex.data.slices import GRANULE, slices_of_cost, slices_of_tokens
 
 DEFAULT_TARGET = 4096
 """Where neither flags nor a plan say how to cut: evaluations before the first plan, for example."""
@@ -49,6 +49,8 @@ class Cut:
         cost: what samples cost.
         pad: samples are padded, by one of :data:`PADS`; empty: they are not.
         pad_to: the least that they are padded to; with ``batch`` only.
+        align: the tokens of a micro-batch are padded to a multiple of this. Not with ``dynapipe``,
+            which fills memory to the token.
         dynapipe: the plan that ``dynapipe`` cuts for.
     """
 
@@ -60,6 +62,7 @@ class Cut:
     cost: CostCoefficients = field(default_factory=CostCoefficients)
     pad: str = ""
     pad_to: int = 0
+    align: int = 1
     dynapipe: DynaPipe | None = None
 
     @classmethod
@@ -100,10 +103,17 @@ class Cut:
         Args:
             target: what the plan says, in tokens of a sample that costs as much; 0: nothing.
         """
+        found = self._unaligned(batch, target)
+        return found if self.align == 1 else tuple(m.aligned(self.align) for m in found)
+
+    def _unaligned(self, batch: GlobalBatch, target: int) -> tuple[MicroBatch, ...]:
         if self.pad:
             return self._padded(batch, target)
         if self.by_cost or target:
-            return cut_by_cost(batch, self.target(target), self.cost, sliced=self.sliced)
+            granule = math.lcm(GRANULE, self.align)
+            return cut_by_cost(
+                batch, self.target(target), self.cost, sliced=self.sliced, granule=granule
+            )
         if self.slice_tokens:
             return self._in_slices(batch)
         return self._whole(batch)
@@ -152,7 +162,12 @@ class Cut:
 
 
 def cut_by_cost(
-    batch: GlobalBatch, target: int, cost: CostCoefficients, *, sliced: bool
+    batch: GlobalBatch,
+    target: int,
+    cost: CostCoefficients,
+    *,
+    sliced: bool,
+    granule: int = GRANULE,
 ) -> tuple[MicroBatch, ...]:
     """Micro-batches that cost at most as much as a sample of ``target`` tokens.
 
@@ -172,7 +187,7 @@ def cut_by_cost(
     alone: list[list[Slice]] = []
     for i in dear:
         sample = batch.first_sample + i
-        pieces = slices_of_cost(sample, lengths[i], limit, cost) if sliced else ()
+        pieces = slices_of_cost(sample, lengths[i], limit, cost, granule) if sliced else ()
         if len(pieces) > 1:
             bins += [[piece] for piece in pieces]
         else:

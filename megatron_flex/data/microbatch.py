@@ -5,7 +5,7 @@ Values only (no torch, no numpy): the planner, the schedule and the workers shar
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,15 +46,19 @@ class Slice:
 class MicroBatch:
     """Slices packed one after the other, without padding.
 
-    With ``padded`` they are whole samples, each computed as so many tokens.
+    With ``padded`` they are whole samples, each computed as so many tokens. Otherwise ``tail``
+    tokens of padding may follow, which are computed as one more sample: see :meth:`aligned`.
     """
 
     slices: tuple[Slice, ...]
     padded: int = 0
+    tail: int = 0
 
     def __post_init__(self) -> None:
         if not self.slices:
             raise ValueError("a micro-batch needs at least one slice")
+        if self.tail < 0 or (self.tail and self.padded):
+            raise ValueError(f"padding is behind each sample or behind all of them: {self}")
         if self.padded and any(not s.whole or s.tokens > self.padded for s in self.slices):
             raise ValueError(f"whole samples of at most {self.padded} tokens are padded to that")
 
@@ -63,7 +67,7 @@ class MicroBatch:
         """Number of tokens: the first dimension of every activation of this micro-batch."""
         if self.padded:
             return self.padded * len(self.slices)
-        return sum(s.tokens for s in self.slices)
+        return sum(s.tokens for s in self.slices) + self.tail
 
     @property
     def sliced(self) -> int:
@@ -80,4 +84,19 @@ class MicroBatch:
         """
         if self.padded:
             return self.padded * self.padded * len(self.slices)
-        return sum(s.stop * s.stop - s.start * s.start for s in self.slices)
+        own = sum(s.stop * s.stop - s.start * s.start for s in self.slices)
+        return own + self.tail * self.tail
+
+    def aligned(self, multiple: int) -> MicroBatch:
+        """The same with as much padding as makes its tokens a multiple, as fp8 kernels want it.
+
+        Padding goes behind all slices; where samples are padded anyway, behind each of them.
+        """
+        if self.padded:
+            return replace(self, padded=round_up(self.padded, multiple))
+        return replace(self, tail=self.tail + -self.tokens % multiple)
+
+
+def round_up(tokens: int, multiple: int) -> int:
+    """The least multiple that is not below ``tokens``."""
+    return -(-tokens // multiple) * multiple

@@ -1,6 +1,7 @@
 """The tensors of one micro-batch, packed without padding (THD with a batch dimension of one).
 
-Where samples are padded, their padding is part of them: each is as long as all others.
+Where samples are padded, their padding is part of them: each is as long as all others. Padding that
+makes the whole a multiple of so many tokens is a sample of its own, behind the others.
 """
 
 from __future__ import annotations
@@ -89,6 +90,31 @@ class PackedBatch:
             loss_mask=pad(self.loss_mask),
             token_types=pad(self.token_types),
             counted=self.lengths,
+        )
+
+    def with_tail(self, count: int) -> PackedBatch:
+        """The same with so many tokens of padding behind it, as one more sample.
+
+        As with :meth:`padded`; its dropout is that of the first sample, and its sentence order -1,
+        which is no target.
+        """
+        if self.counted:
+            raise ValueError("samples are padded already: padding behind them is for packed ones")
+
+        def pad(x: torch.Tensor | None, value: int = 0, rows: int = count) -> torch.Tensor | None:
+            return None if x is None else torch.cat((x, x.new_full((rows,), value)))
+
+        return replace(
+            self,
+            lengths=(*self.lengths, count),
+            samples=(*self.samples, self.samples[0]),
+            starts=(*self.starts, 0),
+            totals=(*self.totals, count),
+            tokens=pad(self.tokens),
+            labels=pad(self.labels),
+            loss_mask=pad(self.loss_mask),
+            token_types=pad(self.token_types),
+            sentence_order=pad(self.sentence_order, -1, 1),
         )
 
     def to(self, device: torch.device) -> PackedBatch:

@@ -23,12 +23,12 @@ def slices_of_tokens(sample: int, length: int, tokens: int) -> tuple[Slice, ...]
 
 
 def slices_of_cost(
-    sample: int, length: int, limit: float, cost: CostCoefficients
+    sample: int, length: int, limit: float, cost: CostCoefficients, granule: int = GRANULE
 ) -> tuple[Slice, ...]:
     """As few slices as cost at most ``limit`` each, of equal cost but for rounding to granules."""
     whole = cost.of(length)
     count = max(1, math.ceil(whole / limit - 1e-9))
     ends = [cost.tokens(whole * i / count) for i in range(1, count)]
-    cuts = sorted({GRANULE * round(end / GRANULE) for end in ends} - {0})
+    cuts = sorted({granule * round(end / granule) for end in ends} - {0})
     edges = [0, *(c for c in cuts if c < length), length]
     return tuple(Slice(sample, a, b, length) for a, b in pairwise(edges))

@@ -18,7 +18,10 @@ def run_cut(
     config: Config, cost: CostCoefficients, model: ModelConfig, profile: Profile | None
 ) -> Cut:
     """How a run's batches are cut; ``profile``: what was measured of its layers."""
+    align = config.alignment
     tokens, count = config.data.micro_batch_tokens, config.training.micro_batch_size
+    if tokens is not None:  # padding included
+        tokens -= tokens % align
     f, gpt = config.flexpipe, config.architecture == "gpt"
     how = f.flexpipe_batching
     if how == "dynapipe":
@@ -26,16 +29,19 @@ def run_cut(
         return Cut(pad=how, dynapipe=known, cost=cost)
     if how in _PADS:
         length = config.model.seq_length if how == "pad-all" else 0
-        return Cut(tokens, count, pad=_PADS[how], pad_to=length, cost=cost)
+        return Cut(tokens, count, pad=_PADS[how], pad_to=length, align=align, cost=cost)
     # Without either flag the plan says how: the planner's, or a recorded one. With exact sums all
     # runs cut alike, planned or not: another cut has other bits.
     flexible = count is None and (f.flexpipe or f.flexpipe_bitwise or tokens is None)
     if how == "slices":
-        return Cut(tokens, None, 0, by_cost=True, sliced=gpt, cost=cost)
+        return Cut(tokens, None, 0, by_cost=True, sliced=gpt, align=align, cost=cost)
     wanted = 0 if how == "pack" else f.slice_tokens
     if wanted is None:
         # BERT looks at all tokens of a sample: it cannot be cut.
-        return Cut(tokens, count, 0, flexible and (gpt or tokens is None), gpt, cost)
+        by_cost = flexible and (gpt or tokens is None)
+        return Cut(tokens, count, 0, by_cost, gpt, cost, align=align)
+    wanted -= wanted % align
     if wanted and tokens is None and count is None:
         tokens = wanted
-    return Cut(tokens, count, wanted, by_cost=flexible and tokens is None, cost=cost)
+    by_cost = flexible and tokens is None
+    return Cut(tokens, count, wanted, by_cost=by_cost, align=align, cost=cost)

@@ -29,7 +29,7 @@ from megatron_flex.loop.questions import Run
 from megatron_flex.model.config import ModelConfig
 from megatron_flex.model.layers import Kind
 from megatron_flex.planner.plan import PlanError
-from megatron_flex.profiling import Samples, Shape, Workbench, fit, grid, measure
+from megatron_flex.profiling import Samples, Shape, Workbench, aligned, fit, grid, measure
 from megatron_flex.runtime.machine import machine_name
 from megatron_flex.runtime.world import World, server_size
 
@@ -156,7 +156,7 @@ def _affordable(bench: Workbench, world: World, tokens: Sequence[int]) -> tuple[
     """
     sizes: list[int] = []
     for size in tokens:
-        shape = Shape((size,))
+        (shape,) = aligned([Shape((size,))], bench.config.alignment)
         for _ in range(2):  # the first warms up
             began = time.perf_counter()
             for kind in Kind:
@@ -165,7 +165,7 @@ def _affordable(bench: Workbench, world: World, tokens: Sequence[int]) -> tuple[
         sizes.append(size)
         if len(sizes) >= 3 and 2 * FEWEST * len(LENGTHS) * seconds > SECONDS:
             break
-    shapes = grid(sizes, LENGTHS)
+    shapes = aligned(grid(sizes, LENGTHS), bench.config.alignment)
     began = time.perf_counter()
     for shape in shapes:
         for kind in Kind:

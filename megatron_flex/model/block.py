@@ -14,6 +14,8 @@ from megatron_flex.model.layers import Unit
 from megatron_flex.model.tensor_group import SOLO, TensorGroup
 
 WORD_EMBEDDING = "embedding.word_embeddings.weight"
+MAIN_GRAD = "main_grad"
+"""Where Transformer Engine adds a weight's gradient: that of one slab, never of the next."""
 
 
 def decays(name: str, shape: Iterable[int]) -> bool:
@@ -70,6 +72,6 @@ class Block(nn.Module):
             )
         # megatron-core's marks (how a parameter is cut over tensor-parallel ranks) move along.
         for mark, value in vars(old).items():
-            if not hasattr(parameter, mark):
+            if mark != MAIN_GRAD and not hasattr(parameter, mark):
                 setattr(parameter, mark, value)
         self.get_submodule(path)._parameters[attribute] = parameter

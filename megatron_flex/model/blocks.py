@@ -6,6 +6,7 @@ of (hidden, batch) alone, so a pipeline may run it anywhere, any number of times
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import cast
 
 import torch
@@ -16,23 +17,22 @@ from megatron_flex.model.attention import VarlenAttention
 from megatron_flex.model.block import Block, decays
 from megatron_flex.model.config import ModelConfig
 from megatron_flex.model.dropout import KeyedBiasDropoutAdd, keyed_dropout
+from megatron_flex.model.engine import EnginePasses
 from megatron_flex.model.head import HeadBlock
 from megatron_flex.model.initialize import initialize
 from megatron_flex.model.keys import EMBEDDING_SITE, hidden_site
 from megatron_flex.model.layers import Kind, Unit
 from megatron_flex.model.megatron import (
     DTYPES,
-    LOCAL,
     IdentityOp,
     LanguageModelEmbedding,
-    LayerModules,
     ModuleSpec,
     Ranks,
     half_layer,
     plain_name,
     transformer_config,
-    transformer_engine_modules,
 )
+from megatron_flex.model.modules import layer_modules
 from megatron_flex.model.tape import lookup
 from megatron_flex.model.tensor_cut import vocabulary_rows
 from megatron_flex.model.tensor_group import SOLO, TensorGroup
@@ -95,7 +95,6 @@ class LayerBlock(Block):
         self,
         unit: Unit,
         config: ModelConfig,
-        modules: LayerModules = LOCAL,
         group: TensorGroup = SOLO,
     ) -> None:
         super().__init__(unit, config, group)
@@ -108,9 +107,12 @@ class LayerBlock(Block):
             unit.layer,
             VarlenAttention,
             ModuleSpec(KeyedBiasDropoutAdd, params={"site": site, "group": group}),
-            modules,
+            layer_modules(config),
             group,
         )
+        self._engine: EnginePasses | None = None
+        if config.transformer_impl == "transformer_engine":
+            self._engine = EnginePasses(self.layer, config, unit.layer)
         self._bda = cast(
             KeyedBiasDropoutAdd, self.layer.mlp_bda if mlp else self.layer.self_attn_bda
         )
@@ -130,7 +132,9 @@ class LayerBlock(Block):
         if self.norm is not None:
             for name, _ in self.norm.named_parameters():
                 names[f"{prefix}{self._norm_name}.{name}"] = f"norm.{name}"
-        for name, _ in self.layer.named_parameters():
+        parameters = [name for name, _ in self.layer.named_parameters()]
+        # A norm comes first, also where it is part of the linear layer that follows.
+        for name in sorted(parameters, key=lambda name: plain_name(name) == name):
             names[prefix + plain_name(name)] = f"layer.{name}"
         return names
 
@@ -144,63 +148,58 @@ class LayerBlock(Block):
             mlp = self.unit.kind is Kind.MLP
             column = self.layer.mlp.linear_fc1 if mlp else self.layer.self_attention.linear_qkv
             column.tokens = context.tokens
+        engine = self._engine
+        passes = (
+            nullcontext()
+            if engine is None
+            else engine.forward(context.tokens, training=self.training)
+        )
         if self.norm is not None:
             hidden = self.norm(hidden)
         try:
-            output, _ = self.layer(hidden, attention_mask=context)
+            with passes:
+                output, _ = self.layer(hidden, attention_mask=context)
         finally:
             self._bda.context = None
         return cast(Tensor, output)
 
 
-def _construct(
-    unit: Unit, config: ModelConfig, transformer_engine: bool, group: TensorGroup
-) -> Block:
+def _construct(unit: Unit, config: ModelConfig, group: TensorGroup) -> Block:
     block: Block
     if unit.kind is Kind.EMBEDDING:
         block = EmbeddingBlock(unit, config, group)
     elif unit.kind is Kind.HEAD:
         block = HeadBlock(unit, config, group)
     else:
-        modules = transformer_engine_modules() if transformer_engine else LOCAL
-        block = LayerBlock(unit, config, modules, group)
+        block = LayerBlock(unit, config, group)
     return block.to(DTYPES[config.params_dtype])
 
 
-def build_shell(
-    unit: Unit,
-    config: ModelConfig,
-    *,
-    transformer_engine: bool = False,
-    group: TensorGroup = SOLO,
-) -> Block:
+def build_shell(unit: Unit, config: ModelConfig, *, group: TensorGroup = SOLO) -> Block:
     """Build a unit without memory for its parameters: they have shapes (meta device) only.
 
     For a device that holds the values elsewhere; ``bind`` each parameter before use. Arguments as
     for :func:`build_block`.
     """
     with torch.device("meta"):
-        return _construct(unit, config, transformer_engine, group)
+        return _construct(unit, config, group)
 
 
-def build_block(
-    unit: Unit,
-    config: ModelConfig,
-    *,
-    transformer_engine: bool = False,
-    group: TensorGroup = SOLO,
-) -> Block:
+def build_block(unit: Unit, config: ModelConfig, *, group: TensorGroup = SOLO) -> Block:
     """Build a unit on the CPU with its initial values, which depend on (seed, slab) only.
 
     Args:
         unit: one of ``config.layers.units``.
-        config: the model.
-        transformer_engine: build layers from Transformer Engine's modules, which compute on CUDA
-            only. Parameter names and initial values are the same. Raises ``ImportError`` if the
-            package is missing.
+        config: the model. Of Transformer Engine's modules, which compute on CUDA only, parameter
+            names and initial values are the same.
         group: the workers that share the unit; this one's part of it is built.
+
+    Raises:
+        ImportError: Transformer Engine is not installed.
     """
-    block = _construct(unit, config, transformer_engine, group)
+    block = _construct(unit, config, group)
+    if any(parameter.is_meta for parameter in block.parameters()):
+        block.to_empty(device="cpu")
     for slab, parameters in block.slab_parameters().items():
         initialize(config, slab, parameters, group)
     return block

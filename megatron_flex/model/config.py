@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, dataclass, fields, replace
 from typing import Any, Literal
 
 from megatron_flex.model.layers import LayerList
 
 PositionEmbedding = Literal["learned_absolute", "rope", "none"]
+Implementation = Literal["local", "transformer_engine"]
+Fp8Format = Literal["e4m3", "hybrid"]
+Fp8Recipe = Literal["tensorwise", "mxfp8", "blockwise"]
+
+FP8_ALIGNMENT: dict[str, int] = {"tensorwise": 16, "mxfp8": 32, "blockwise": 128}
+"""Rows and columns of every matrix that an fp8 product takes are multiples of this: what the tensor
+cores want, and the blocks of tokens and of channels that have a scale each."""
+IMPLEMENTATION = ("transformer_impl", "fp8_format", "fp8_recipe", "persist_layer_norm")
+"""Fields that say how a model is computed. Its parameters, and what they mean, are the same."""
 
 LOW_FREQUENCY_FACTOR = 1.0
 HIGH_FREQUENCY_FACTOR = 4.0
@@ -25,7 +34,10 @@ class ModelConfig:
     no part in the loss. ``binary_head`` is BERT's sentence-order head, with which Megatron sets
     ``num_tokentypes`` to 2. ``openai_gelu`` is GELU by tanh, as in GPT-2.
     ``apply_residual_connection_post_layernorm`` is the first BERT's order: each half of a layer
-    adds to its normalized input.
+    adds to its normalized input. With ``apply_layernorm_1p`` norms multiply by one plus their
+    weight. ``transformer_impl`` is whose modules the layers are made of;
+    with ``fp8_format`` Transformer Engine's multiply in fp8. ``persist_layer_norm`` chooses
+    between two kernels of Apex, where that is installed.
     """
 
     num_layers: int
@@ -47,6 +59,7 @@ class ModelConfig:
     swiglu: bool = False
     openai_gelu: bool = False
     apply_residual_connection_post_layernorm: bool = False
+    apply_layernorm_1p: bool = False
     untie_embeddings_and_output_weights: bool = False
     add_bias_linear: bool = True
     add_qkv_bias: bool = False
@@ -60,6 +73,10 @@ class ModelConfig:
     architecture: Literal["gpt", "bert"] = "gpt"
     num_tokentypes: int = 0
     binary_head: bool = False
+    transformer_impl: Implementation = "local"
+    fp8_format: Fp8Format | None = None
+    fp8_recipe: Fp8Recipe = "tensorwise"
+    persist_layer_norm: bool = True
 
     def __post_init__(self) -> None:
         if self.num_attention_heads % self.num_query_groups:
@@ -78,12 +95,21 @@ class ModelConfig:
             raise ValueError("token types and a sentence-order head belong to BERT")
         if self.swiglu and self.openai_gelu:
             raise ValueError("a gated MLP has SiLU: give --swiglu or --openai-gelu, not both")
+        if self.fp8_format is not None and self.transformer_impl == "local":
+            raise ValueError(
+                "fp8 needs Transformer Engine: add --transformer-impl transformer_engine"
+            )
         for flag, probability in (
             ("--hidden-dropout", self.hidden_dropout),
             ("--attention-dropout", self.attention_dropout),
         ):
             if not 0.0 <= probability < 1.0:
                 raise ValueError(f"{flag} must be at least 0 and below 1, not {probability}")
+
+    @property
+    def alignment(self) -> int:
+        """The tokens of a micro-batch must be a multiple of this."""
+        return 1 if self.fp8_format is None else FP8_ALIGNMENT[self.fp8_recipe]
 
     @property
     def qkv_bias(self) -> bool:
@@ -94,6 +120,11 @@ class ModelConfig:
     def layers(self) -> LayerList:
         """The layer list of this model."""
         return LayerList(self.num_layers, tied=not self.untie_embeddings_and_output_weights)
+
+
+def local(config: ModelConfig) -> ModelConfig:
+    """The same model of modules that run anywhere."""
+    return replace(config, transformer_impl="local", fp8_format=None)
 
 
 def completed(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
@@ -16,9 +18,9 @@ from megatron_flex.model.megatron import (
     ColumnLinear,
     Pooler,
     Ranks,
-    WrappedTorchNorm,
     transformer_config,
 )
+from megatron_flex.model.modules import layer_modules
 from megatron_flex.model.tape import Linear, linear
 from megatron_flex.model.tensor_cut import vocabulary_rows
 from megatron_flex.model.tensor_group import SOLO, TensorGroup
@@ -36,10 +38,18 @@ class HeadBlock(Block):
         super().__init__(unit, config, group)
         mcore = transformer_config(config)
         bert = config.architecture == "bert"
-        self.final_layernorm = WrappedTorchNorm(mcore, config.hidden_size, eps=config.norm_epsilon)
+        modules = layer_modules(config)
+        norm = partial(
+            modules.alone,
+            config=modules.core(config),
+            hidden_size=config.hidden_size,
+            eps=config.norm_epsilon,
+        )
+        self.final_layernorm = norm()
         self.lm_head = BertLMHead(config.hidden_size, mcore) if bert else None
         if self.lm_head is not None:
             self.lm_head.dense = Linear(config.hidden_size, config.hidden_size)
+            self.lm_head.layer_norm = norm()
         self.output_layer = ColumnLinear(
             config.hidden_size,
             config.padded_vocab_size,

@@ -28,8 +28,9 @@ def initialize(
     """Fill the parameters of one slab, in the order given.
 
     Weights: normal, ``init_method_std``; the projections into the residual stream divided by
-    ``sqrt(2 * num_layers)``. Norm weights: one. Biases: zero. Drawn in float32 on the CPU, in full,
-    so that they do not depend on the number of workers that share a layer; each takes its pieces.
+    ``sqrt(2 * num_layers)``. Norm weights: one, or zero where one is added. Biases: zero. Drawn in
+    float32 on the CPU, in full, so that they do not depend on the number of workers that share a
+    layer; each takes its pieces.
     """
     generator = torch.Generator()
     generator.manual_seed(mix(mix(config.seed) ^ (slab + 1)) >> 1)
@@ -38,7 +39,7 @@ def initialize(
             if name.endswith("bias"):
                 parameter.zero_()
             elif "layernorm" in name or "layer_norm" in name:
-                parameter.fill_(1.0)
+                parameter.fill_(0.0 if config.apply_layernorm_1p else 1.0)
             else:
                 std = config.init_method_std
                 if name.endswith(_SCALED):

@@ -58,10 +58,10 @@ __all__ = [
     "RowLinear",
     "TransformerConfig",
     "WrappedTorchNorm",
+    "core_config",
     "half_layer",
     "plain_name",
     "transformer_config",
-    "transformer_engine_modules",
 ]
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -139,44 +139,11 @@ class RowLinear(RowParallelLinear):
         return out + self.bias, None
 
 
-@dataclass(frozen=True)
-class LayerModules:
-    """The classes that a layer is built from.
-
-    ``norm`` comes before the attention and the MLP, or is ``IdentityOp`` where ``column`` has it.
-    """
-
-    norm: type
-    column: type
-    row: type
-    qk_norm: type
-
-
-LOCAL = LayerModules(WrappedTorchNorm, ColumnLinear, RowLinear, WrappedTorchNorm)
-
 # Where Transformer Engine fuses a norm into the linear that follows, and Megatron's plain name.
 _FUSED_NORMS = {
     "self_attention.linear_qkv.layer_norm_": "input_layernorm.",
     "mlp.linear_fc1.layer_norm_": "pre_mlp_layernorm.",
 }
-
-
-def transformer_engine_modules() -> LayerModules:
-    """Transformer Engine's modules, as in megatron-core's layer specs for it.
-
-    Needs CUDA and the package ``transformer_engine``; raises ``ImportError`` without them.
-    """
-    with quick_import():
-        from megatron.core.extensions import transformer_engine as te
-
-    if not te.HAVE_TE:
-        raise ImportError(
-            "Transformer Engine is not installed: use --transformer-impl local, or install it with"
-            " pip install megatron-flex[gpu]"
-        )
-    return LayerModules(
-        IdentityOp, te.TELayerNormColumnParallelLinear, te.TERowParallelLinear, te.TENorm
-    )
 
 
 def plain_name(name: str) -> str:
@@ -195,7 +162,12 @@ def _activation(config: ModelConfig) -> Callable[[torch.Tensor], torch.Tensor]:
 
 @cache
 def transformer_config(config: ModelConfig) -> TransformerConfig:
-    """The megatron-core configuration of ``config``.
+    """The megatron-core configuration of ``config``, for the modules that run anywhere."""
+    return core_config(config, use_cpu_initialization=True)
+
+
+def core_config(config: ModelConfig, **more: Any) -> TransformerConfig:
+    """A megatron-core configuration of ``config``; ``more`` are fields of its own.
 
     Initial values are ours (``initialize.py``), so its own initialisation is off. Its fusions are
     off: they go through ``torch.compile``, which needs a compiler on the machine that trains.
@@ -221,13 +193,37 @@ def transformer_config(config: ModelConfig) -> TransformerConfig:
             attention_dropout=config.attention_dropout,
             init_method_std=config.init_method_std,
             params_dtype=DTYPES[config.params_dtype],
-            use_cpu_initialization=True,
             perform_initialization=False,
             bias_activation_fusion=False,
             # The MLP then calls the activation of its spec (ours) on the whole of the input.
             use_te_activation_func=config.swiglu,
             bias_dropout_fusion=False,
+            **more,
         )
+
+
+@dataclass(frozen=True)
+class LayerModules:
+    """The classes that a layer is built from.
+
+    Attributes:
+        norm: before the attention and the MLP; ``IdentityOp`` where ``column`` has it.
+        alone: a norm that stands alone: of queries and keys, and the final one.
+        core: megatron-core's configuration for these classes.
+        shared: workers may share a layer of them.
+    """
+
+    norm: type
+    column: type
+    row: type
+    alone: type
+    core: Callable[[ModelConfig], TransformerConfig]
+    shared: bool = True
+
+
+LOCAL = LayerModules(
+    WrappedTorchNorm, ColumnLinear, RowLinear, WrappedTorchNorm, transformer_config
+)
 
 
 def half_layer(
@@ -245,13 +241,13 @@ def half_layer(
     ``layer`` counts from 0. Raises ``ValueError`` if a ``group`` is to share modules that cannot.
     """
     tensor: Ranks | None = Ranks(group)
-    if modules.column is not ColumnLinear:
+    if not modules.shared:
         if group.size > 1:
             raise ValueError("Transformer Engine's modules are not shared: give no group")
         tensor = None  # it asks torch.distributed about its group: "no group" means one rank
     if kind is Kind.ATTENTION:
         mask = AttnMaskType.causal if config.causal else AttnMaskType.padding
-        qk_norm = modules.qk_norm if config.qk_layernorm else IdentityOp
+        qk_norm = modules.alone if config.qk_layernorm else IdentityOp
         submodules = TransformerLayerSubmodules(
             input_layernorm=modules.norm,
             self_attention=ModuleSpec(
@@ -285,7 +281,7 @@ def half_layer(
         # megatron-core reminds itself to pass the MLP's width.
         warnings.simplefilter("ignore")
         return TransformerLayer(
-            transformer_config(config),
+            modules.core(config),
             submodules,
             layer_number=layer + 1,
             pg_collection=ProcessGroupCollection(tp=tensor, cp=solo, pp=solo),

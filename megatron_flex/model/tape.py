@@ -57,6 +57,11 @@ class _Recorder:
 _RECORDER = _Recorder()
 
 
+def recorded_on() -> Tape | None:
+    """The tape that forwards are recorded on now."""
+    return _RECORDER.tape
+
+
 @contextmanager
 def recording(tape: Tape | None) -> Iterator[None]:
     """The backward of forwards in this context owes its weights' gradients to ``tape``.

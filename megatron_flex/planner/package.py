@@ -69,7 +69,7 @@ def digest(micro_batches: Sequence[MicroBatch]) -> str:
     padding."""
     first = min(s.sample for m in micro_batches for s in m.slices)
     rows = [
-        (number, s.sample - first, s.start, s.stop, s.length, m.padded)
+        (number, s.sample - first, s.start, s.stop, s.length, m.padded, m.tail)
         for number, m in enumerate(micro_batches)
         for s in m.slices
     ]

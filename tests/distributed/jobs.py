@@ -117,6 +117,8 @@ def packed(config: ModelConfig, micro_batch: MicroBatch, masked: frozenset[int])
         token_types=types,
         sentence_order=order,
     )
+    if micro_batch.tail:
+        return found.with_tail(micro_batch.tail)
     return found.padded(micro_batch.padded) if micro_batch.padded else found
 
 

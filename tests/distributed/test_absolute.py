@@ -42,10 +42,11 @@ MODELS: dict[str, ModelConfig] = {
         **{**PLAIN, **MODERN, "init_method_std": 0.004},
         rotary_percent=0.5,
         qk_layernorm=True,
+        apply_layernorm_1p=True,
     ),
     "bert": replace(jobs.BERT, **PLAIN),
     "bert, without the second loss": replace(
-        jobs.BERT, **PLAIN, binary_head=False, num_tokentypes=0
+        jobs.BERT, **PLAIN, binary_head=False, num_tokentypes=0, apply_layernorm_1p=True
     ),
     "bert, modern": replace(
         jobs.BERT, **PLAIN, **{**MODERN, "normalization": "LayerNorm", "num_query_groups": 1}

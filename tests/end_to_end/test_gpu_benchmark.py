@@ -31,5 +31,7 @@ def test_the_rehearsal_without_a_gpu_measures_every_part(tmp_path: Path) -> None
         "link to the host",
         "hand-over between two workers of the GPU",
         "attention",
+        "updates",
+        "layers",
     }
     assert all(row["seconds"] > 0 for row in found["rows"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 from typing import Any
 
 import pytest
@@ -31,11 +30,8 @@ LLAMA = {
 }
 
 
-def build(config: ModelConfig, device: str, transformer_engine: bool = False) -> list[Block]:
-    blocks = [
-        build_block(unit, config, transformer_engine=transformer_engine).to(device)
-        for unit in config.layers.units
-    ]
+def build(config: ModelConfig, device: str) -> list[Block]:
+    blocks = [build_block(unit, config).to(device) for unit in config.layers.units]
     tied = config.layers.tied_slab
     if tied is not None:
         for name, parameter in blocks[0].slab_parameters()[tied].items():
@@ -131,17 +127,3 @@ def test_bfloat16_is_close_and_neighbours_contents_do_not_matter(changes: dict[s
     assert torch.equal(before[7:27], after[7:27])
     exact = build(dataclasses.replace(config, params_dtype="float32"), "cuda")
     assert_close(run(blocks, batch), run(exact, batch), 2e-2)
-
-
-@pytest.mark.skipif(
-    importlib.util.find_spec("transformer_engine") is None, reason="needs Transformer Engine"
-)
-@pytest.mark.parametrize("changes", [{}, LLAMA], ids=["gpt", "llama"])
-def test_transformer_engines_modules_equal_the_local_ones(changes: dict[str, Any]) -> None:
-    config = make_config(params_dtype="bfloat16", init_method_std=0.05, **changes)
-    batch = make_batch((7, 20, 33), config).to(torch.device("cuda"))
-    local, engine = build(config, "cuda"), build(config, "cuda", transformer_engine=True)
-    theirs = named_parameters(engine)
-    for name, parameter in named_parameters(local).items():
-        assert torch.equal(parameter, theirs[name]), name
-    assert_close(run(engine, batch), run(local, batch), 1e-2)

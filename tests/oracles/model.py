@@ -23,12 +23,13 @@ Weights = Mapping[str, Tensor]
 
 def norm(w: Weights, name: str, x: Tensor, config: ModelConfig) -> Tensor:
     """LayerNorm or RMSNorm over the last dimension."""
+    weight = w[f"{name}.weight"] + (1.0 if config.apply_layernorm_1p else 0.0)
     if config.normalization == "RMSNorm":
         scale = (x.square().mean(-1, keepdim=True) + config.norm_epsilon).rsqrt()
-        return x * scale * w[f"{name}.weight"]
+        return x * scale * weight
     x = x - x.mean(-1, keepdim=True)
     x = x / (x.square().mean(-1, keepdim=True) + config.norm_epsilon).sqrt()
-    return x * w[f"{name}.weight"] + w[f"{name}.bias"]
+    return x * weight + w[f"{name}.bias"]
 
 
 def dense(w: Weights, name: str, x: Tensor) -> Tensor:

@@ -21,7 +21,6 @@ _REQUIRED: dict[str, tuple[Any, ...]] = {
     "heterogeneous_layers_config_path": (None,),
     "rotary_interleaved": (False,),
     "rotary_scaling_factor": (1.0, None),
-    "apply_layernorm_1p": (False,),
     "squared_relu": (False,),
     "quick_geglu": (False,),
     "onnx_safe": (None, False),
@@ -97,6 +96,7 @@ def config_of(
             apply_residual_connection_post_layernorm=given.get(
                 "apply_residual_connection_post_layernorm", False
             ),
+            apply_layernorm_1p=given.get("apply_layernorm_1p", False),
             untie_embeddings_and_output_weights=given.get(
                 "untie_embeddings_and_output_weights", False
             ),
@@ -172,6 +172,7 @@ def megatron_arguments(weights: Weights, *, ckpt_format: str) -> Namespace:
         "swiglu": c.swiglu,
         "openai_gelu": c.openai_gelu,
         "apply_residual_connection_post_layernorm": c.apply_residual_connection_post_layernorm,
+        "apply_layernorm_1p": c.apply_layernorm_1p,
         "untie_embeddings_and_output_weights": c.untie_embeddings_and_output_weights,
         "add_bias_linear": c.add_bias_linear,
         "add_qkv_bias": c.qkv_bias,

@@ -17,7 +17,7 @@ from megatron_flex.checkpoint.load import StoredTensors, read_common, verify
 from megatron_flex.checkpoint.manifest import MODEL, Manifest
 from megatron_flex.checkpoint.options import OPTIMIZER
 from megatron_flex.checkpoint.save import save
-from megatron_flex.model.config import ModelConfig
+from megatron_flex.model.config import ModelConfig, local
 
 
 def read_flex(directory: Path, *, iteration: int | None = None, optimizer: bool = False) -> Weights:
@@ -41,7 +41,7 @@ def read_flex(directory: Path, *, iteration: int | None = None, optimizer: bool 
     progress = common.get("progress", {})
     arguments = Namespace(**{n: v for n, v in common.get("arguments", {}).items() if n in KEPT})
     return Weights(
-        ModelConfig(**model),
+        local(ModelConfig(**model)),
         tensors,
         manifest.iteration,
         int(progress.get("consumed_samples", 0)),

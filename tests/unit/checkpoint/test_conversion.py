@@ -92,7 +92,9 @@ CONFIGS = [
     pytest.param(LLAMA_LIKE, id="llama-like"),
     pytest.param(BERT, id="bert"),
     pytest.param(QWEN_LIKE, id="qwen-like"),
-    pytest.param(replace(GPT, swiglu=False, openai_gelu=True), id="gpt-2-like"),
+    pytest.param(
+        replace(GPT, swiglu=False, openai_gelu=True, apply_layernorm_1p=True), id="gpt-2-like"
+    ),
 ]
 
 
@@ -167,6 +169,7 @@ def test_the_shapes_are_those_of_the_model_that_is_trained(
         qk_layernorm=norms,
         add_qkv_bias=qkv_bias,
         apply_residual_connection_post_layernorm=after,
+        apply_layernorm_1p=norms,
     )
     built = {
         name: tuple(parameter.shape)

@@ -16,7 +16,11 @@ from tests.unit.config.megatron import DEFAULTS, LISTED
 
 OPTIONS = tuple(all_options())
 ACCEPTED = {flag: option for option in OPTIONS for flag in option.flags}
-OTHER_DEFAULTS = {"--transformer-impl": "local", "--ckpt-format": "torch_dcp"}
+OTHER_DEFAULTS = {
+    "--transformer-impl": "local",
+    "--ckpt-format": "torch_dcp",
+    "--fp8-recipe": "tensorwise",
+}
 
 
 @pytest.mark.parametrize("name", LISTED)

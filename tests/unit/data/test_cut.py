@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict, replace
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -12,6 +14,7 @@ from megatron_flex.data.global_batch import GlobalBatch
 from megatron_flex.data.microbatch import MicroBatch, Slice
 from megatron_flex.data.microbatches import CostCoefficients
 from megatron_flex.data.slices import GRANULE, slices_of_cost, slices_of_tokens
+from megatron_flex.planner.build import Batch
 
 lengths_lists = st.lists(
     st.integers(1, 300) | st.integers(300, 6000), min_size=1, max_size=40
@@ -136,3 +139,55 @@ def test_a_plan_s_target_counts_where_flags_leave_it_open() -> None:
 def test_broken_chains_are_refused(slices: list[list[Slice]], complaint: str) -> None:
     with pytest.raises(ValueError, match=complaint):
         chains_of([MicroBatch(tuple(s)) for s in slices])
+
+
+@given(lengths_lists, cuts, st.sampled_from([2, 16, 32, 128, 100]))
+def test_aligned_micro_batches_have_the_same_tokens_and_less_than_a_multiple_of_padding(
+    lengths: list[int], cut: Cut, align: int
+) -> None:
+    aligned = replace(cut, align=align)
+    assert Cut.from_json(asdict(aligned)) == aligned
+    parts = aligned.micro_batches(batch(lengths))
+    for m in parts:
+        own = sum(s.tokens for s in m.slices)
+        assert m.tokens % align == 0
+        assert 0 <= m.tail == m.tokens - own < align
+        plain = replace(m, tail=0)
+        assert m.squares == plain.squares + m.tail**2
+        assert (m.sliced, m.aligned(align)) == (plain.sliced, m)
+        if cut.by_cost:  # slices but the last are aligned themselves
+            assert m.sliced % align == 0 or m.slices[0].stop == m.slices[0].length
+    bare = tuple(replace(m, tail=0) for m in parts)
+    if not cut.by_cost:
+        assert bare == cut.micro_batches(batch(lengths))
+    reached: dict[int, int] = {}
+    for piece in (s for m in parts for s in m.slices):
+        assert piece.start == reached.get(piece.sample, 0)
+        reached[piece.sample] = piece.stop
+    assert reached == {1000 + i: n for i, n in enumerate(lengths)}
+    found = Batch.of(parts)
+    assert list(found.tokens) == [m.tokens for m in parts]
+    assert list(found.squares) == [m.squares for m in parts]
+
+
+@given(lengths_lists, st.sampled_from(["micro-batch", "batch", "bucket"]), st.integers(1, 200))
+def test_padded_samples_are_aligned_one_by_one(lengths: list[int], pad: str, align: int) -> None:
+    cut = Cut(3000, 3, pad=pad)
+    plain = cut.micro_batches(batch(lengths))
+    for m, before in zip(
+        replace(cut, align=align).micro_batches(batch(lengths)), plain, strict=True
+    ):
+        assert (m.slices, m.tail) == (before.slices, 0)
+        assert m.padded % align == 0
+        assert before.padded <= m.padded < before.padded + align
+
+
+def test_a_micro_batch_is_padded_behind_its_samples_or_behind_each() -> None:
+    whole = (Slice.all_of(0, 10), Slice.all_of(1, 7))
+    assert MicroBatch(whole).aligned(16) == MicroBatch(whole, tail=15)
+    assert MicroBatch(whole).aligned(17) == MicroBatch(whole)
+    assert MicroBatch(whole, 10).aligned(16) == MicroBatch(whole, 16)
+    assert MicroBatch(whole, tail=15).tokens == 32
+    for wrong in ({"padded": 10, "tail": 3}, {"tail": -1}):
+        with pytest.raises(ValueError, match="behind"):
+            MicroBatch(whole, **wrong)

@@ -134,3 +134,25 @@ def test_padding_is_behind_each_sample_and_weighs_nothing() -> None:
     assert all(s.whole for s in found.slices)
     with pytest.raises(ValueError, match="at most 2 tokens"):
         packed.padded(2)
+
+
+def test_padding_behind_a_pack_is_one_more_sample_that_weighs_nothing() -> None:
+    packed = PackedBatch(
+        lengths=(2, 3), samples=(7, 9), starts=(4, 0), totals=(8, 3),
+        tokens=torch.tensor([1, 2, 3, 4, 5]), labels=torch.tensor([2, 3, 4, 5, 6]),
+        loss_mask=torch.ones(5), sentence_order=torch.tensor([1, 0]),
+    )  # fmt: skip
+    found = packed.with_tail(3)
+    assert (found.lengths, found.num_tokens, found.counted) == ((2, 3, 3), 8, ())
+    assert found.slices == (*packed.slices, Slice.all_of(7, 3))
+    assert found.cut == packed.cut
+    assert found.tokens is not None
+    assert found.tokens.tolist() == [1, 2, 3, 4, 5, 0, 0, 0]
+    assert found.loss_mask is not None
+    assert found.loss_mask.tolist() == [1] * 5 + [0] * 3
+    assert found.sentence_order is not None
+    assert found.sentence_order.tolist() == [1, 0, -1]
+    assert found.token_types is None
+    assert found.positions.tolist() == [4, 5, 0, 1, 2, 0, 1, 2]
+    with pytest.raises(ValueError, match="padded already"):
+        PackedBatch((3,), (0,), (0,)).padded(4).with_tail(1)

@@ -344,13 +344,6 @@ def test_norms_that_transformer_engine_fuses_keep_megatrons_plain_names() -> Non
     assert plain_name("mlp.linear_fc1.weight") == "mlp.linear_fc1.weight"
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="Transformer Engine may be installed")
-def test_transformer_engine_where_it_is_missing_is_a_clear_error() -> None:
-    config = make_config()
-    with pytest.raises(ImportError, match="--transformer-impl local"):
-        build_block(config.layers.units[1], config, transformer_engine=True)
-
-
 def test_the_head_names_its_losses() -> None:
     assert loss_names(make_config()) == ("lm loss",)
     assert loss_names(make_bert()) == ("lm loss", "sop loss")

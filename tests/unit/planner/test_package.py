@@ -86,8 +86,10 @@ def test_a_program_for_another_cut_is_refused() -> None:
     package = packed(found, parts)
     whole = parts[0].slices[0]
     half = Slice(whole.sample, 0, whole.length // 2, whole.length)
-    for changed in (half, Slice.all_of(whole.sample, half.stop)):
-        other = (MicroBatch((changed, *parts[0].slices[1:])), *parts[1:])
+    firsts = [MicroBatch((changed, *parts[0].slices[1:])) for changed in
+              (half, Slice.all_of(whole.sample, half.stop))]  # fmt: skip
+    for first in (*firsts, replace(parts[0], tail=8)):
+        other = (first, *parts[1:])
         with pytest.raises(StampError, match="is for other micro-batches than this worker has"):
             read(package, 0, other)
 

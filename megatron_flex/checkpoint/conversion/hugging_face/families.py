@@ -281,6 +281,7 @@ _ROTARY = {
     "normalization": "RMSNorm",
     "swiglu": True,
     "apply_residual_connection_post_layernorm": False,
+    "apply_layernorm_1p": False,
 }
 _PLAIN = _ROTARY | {"add_bias_linear": False, "add_qkv_bias": False, "qk_layernorm": False}
 
@@ -337,6 +338,7 @@ _ABSOLUTE = {
     "swiglu": False,
     "add_bias_linear": True,
     "qk_layernorm": False,
+    "apply_layernorm_1p": False,
 }
 
 # ---- BERT -------------------------------------------------------------------------------------
