@@ -164,7 +164,7 @@ def plan_of(config: Config, model: ModelConfig, *, length: float | None = None) 
             plan = Plan.parse(config.flexpipe.flexpipe_plan)
             plan.check(model.layers.num_units, config.devices)
         except PlanError as error:
-            raise PlanError(f"--flexpipe-plan: {error}") from None
+            raise PlanError(f"--flexpipe-plan: {error}{config.parallel.device_note}") from None
         return _optimised(config, plan, model)
     p = config.parallel
     plan = static_plan(

@@ -238,6 +238,12 @@ class Trainer:
         self._say(f" plan: {plan}")
         self._say(f" {restored.source or 'random weights'}: starting at iteration"
                   f" {self.progress.iteration}")  # fmt: skip
+        sharing, before = world.tensor.size, restored.tensor_size
+        if exact and before not in (None, sharing):
+            self._say(
+                f" warning: --tensor-model-parallel-size was {before} and is {sharing}: with"
+                " --flexpipe-bitwise bits are equal at one size only"
+            )
         for warning in parts.warnings:
             self._say(f" warning: {warning}")
         for split in ("valid", "test"):  # of the training data all was said above

@@ -71,6 +71,14 @@ class ParallelOptions:
     use_cpu_initialization: bool = option(True, always=True)
     """Draw the weights on the CPU: always, so that they depend on the seed alone."""
 
+    @property
+    def device_note(self) -> str:
+        """What to add where a text counts devices as workers; empty where they are the same."""
+        size = self.tensor_model_parallel_size
+        if size == 1:
+            return ""
+        return f"; with --tensor-model-parallel-size {size} each of these is {size} workers"
+
     def virtual_stages(self, num_layers: int) -> int:
         """Stages that each worker holds in turn, by these flags; 1 where they say nothing.
 

@@ -33,11 +33,15 @@ COEFFICIENTS = "micro_batch_coefficients"
 
 @dataclass(frozen=True)
 class Restored:
-    """What a run starts from: ``source`` is ``None`` when it starts from scratch."""
+    """What a run starts from: ``source`` is ``None`` when it starts from scratch.
+
+    ``tensor_size``: how many workers shared each layer of a run that goes on, where that is known.
+    """
 
     progress: Progress
     coefficients: CostCoefficients
     source: str | None = None
+    tensor_size: int | None = None
 
 
 class Checkpoints:
@@ -263,7 +267,8 @@ def resumed_coefficients(options: CheckpointOptions) -> CostCoefficients | None:
 def _restored(common: dict[str, Any], source: str, default: CostCoefficients) -> Restored:
     saved = common.get(COEFFICIENTS)
     coefficients = default if saved is None else CostCoefficients(**saved)
-    return Restored(Progress(**common["progress"]), coefficients, source)
+    shared = common.get("arguments", {}).get("tensor_model_parallel_size")
+    return Restored(Progress(**common["progress"]), coefficients, source, shared)
 
 
 def _seed(common: dict[str, Any]) -> str:

@@ -31,7 +31,10 @@ def open_plans(
     if path is None:
         _check_cut(config, parts.plan)
         return ScriptedPlans([Choice(parts.plan)])
-    choices = read_plans(path, model.layers, config.devices)
+    try:
+        choices = read_plans(path, model.layers, config.devices)
+    except PlanError as error:
+        raise PlanError(f"{error}{config.parallel.device_note}") from error
     for choice in choices:
         _check_cut(config, choice.plan)
     if config.parallel.use_distributed_optimizer:

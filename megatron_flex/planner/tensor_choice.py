@@ -50,7 +50,10 @@ class Outlook:
 def in_words(plan: Plan) -> str:
     """How many stages a plan has, and how many devices each."""
     degrees = [len(stage.group) for stage in plan.stages]
-    return f"{len(degrees)} stages on {'+'.join(map(str, degrees))} devices"
+    found = f"{len(degrees)} stages on {'+'.join(map(str, degrees))} devices"
+    if sum(degrees) > len(plan.devices):
+        return f"{found}, {len(plan.devices)} in turn"
+    return found
 
 
 def sizes(ranks: int, per_server: int) -> tuple[int, ...]:

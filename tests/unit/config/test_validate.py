@@ -194,6 +194,11 @@ WRONG: list[tuple[str, tuple[str, ...], str]] = [
     ("--skip-train --eval-interval 5", (), "--eval-interval has no effect with --skip-train"),
     ("--pipeline-model-parallel-size 3", (), "4 workers are no multiple of --pipeline-model-par"),
     ("--tensor-model-parallel-size 3", (), "4 workers are no multiple of --tensor-model-parallel"),
+    (
+        "--tensor-model-parallel-size 2 --flexpipe-plan 0:5@0|5:10@3",
+        (),
+        "; with --tensor-model-parallel-size 2 each of these is 2 workers",
+    ),
     ("--sequence-parallel", (), "has no effect without --tensor-model-parallel-size of at least 2"),
     (
         "--tensor-model-parallel-size 4 --pipeline-model-parallel-size 2",

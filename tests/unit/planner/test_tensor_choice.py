@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_flex.planner.plan import PlanError
-from megatron_flex.planner.tensor_choice import Outlook, best, reasons, sizes
+from megatron_flex.planner.plan import Plan, PlanError
+from megatron_flex.planner.tensor_choice import Outlook, best, in_words, reasons, sizes
 
 
 def test_sizes_divide_servers_and_the_job() -> None:
@@ -22,6 +22,11 @@ def test_a_larger_group_must_gain_more_than_the_model_can_tell() -> None:
     found[1] = Outlook(2, 0.9, "b")
     assert best(found).size == 2
     assert reasons(found, best(found))[-1] == "chosen: tensor parallelism 2, the fastest"
+
+
+def test_plans_in_words() -> None:
+    assert in_words(Plan.parse("0:3@0,1 | 3:8@2")) == "2 stages on 2+1 devices"
+    assert in_words(Plan.parse("0:3@0 | 3:8@0")) == "2 stages on 1+1 devices, 1 in turn"
 
 
 def test_what_cannot_be_is_said_and_not_chosen() -> None:
