@@ -13,7 +13,6 @@ from tests.end_to_end import runs
 LAST = 6
 SHARED = "--tensor-model-parallel-size 2"
 WAYS = {
-    "static": "--pipeline-model-parallel-size 2",
     "shared rows": "--pipeline-model-parallel-size 2 --sequence-parallel --recompute-activations",
     "planned": "--flexpipe --flexpipe-slice-tokens 20 --use-distributed-optimizer",
 }
