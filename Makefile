@@ -10,15 +10,17 @@
 #   make clean    remove what was built; `make distclean` also removes .venv and runs
 #
 # PYTHON=python3.12 chooses an interpreter (3.10 to 3.13), VENV=path another place for the
-# environment, PYTEST_ARGS="-k name" a part of the tests, CPU=avx2 or CPU=baseline the instruction
-# sets that kernels and libraries may use (default: all that the processor has), MUTANTS_ARGS="--only planner" a part of the
-# faults (--help says what else).
+# environment, PYTEST_ARGS="-k name" a part of the tests, JOBS=2 how many processes test at the same
+# time, CPU=avx2 or CPU=baseline the instruction sets that kernels and libraries may use (default:
+# all that the processor has), MUTANTS_ARGS="--only planner" a part of the faults (--help says what
+# else).
 
 SHELL := /bin/bash
 VENV ?= .venv
 PYTHON ?=
 PYTEST_ARGS ?=
 MUTANTS_ARGS ?=
+JOBS ?= $(shell n=$$(nproc 2>/dev/null || echo 2); echo $$((n < 8 ? n + 1 : 8)))
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
@@ -48,13 +50,11 @@ export PYTHONPATH := $(CURDIR)
 demo: $(VENV)/.runtime $(LIBRARY)
 	PATH="$(abspath $(BIN)):$$PATH" bash examples/demo.sh
 
-# Unit tests are one process each and use all cores; the others start workers of their own.
+# JOBS processes share the files, the long ones first (tests/order.py). Many tests start workers and
+# wait for them, so there is one process more than there are cores, if few.
 test: lint
 ifeq ($(PYTEST_ARGS),)
-	@status=0; \
-	$(BIN)/python -m pytest -q --durations=10 -n logical --maxprocesses 4 --dist worksteal tests/unit tests/gpu || status=1; \
-	$(BIN)/python -m pytest -q --durations=10 tests/distributed tests/end_to_end || status=1; \
-	exit $$status
+	$(BIN)/python -m pytest -q --durations=40 -n $(JOBS) --dist loadfile --no-loadscope-reorder
 else
 	$(BIN)/python -m pytest -q --durations=10 $(PYTEST_ARGS)
 endif

@@ -14,6 +14,7 @@ from hypothesis import HealthCheck, settings
 
 from megatron_flex import native
 from tests.distributed.pool import WorkerPool
+from tests.order import longest_first
 
 _SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large]
 settings.register_profile(
@@ -36,7 +37,9 @@ def pytest_configure(config: pytest.Config) -> None:
     settings.load_profile("soak" if config.getoption("--soak") else "ci")
 
 
+@pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    items[:] = longest_first(items)
     if config.getoption("--soak"):
         return
     for item in items:

@@ -23,6 +23,11 @@ from megatron_flex.twinlayer.location import DIRECTORY
 from tests.end_to_end.processes import Job, agents_store
 
 
+def short_directory(directory: Path) -> Path:
+    """A new one beside a test's own: the path of a socket has 107 characters at most."""
+    return Path(tempfile.mkdtemp(prefix="r", dir=directory.parent))
+
+
 class Elastic:
     """Workers that run a script, again after each failure. Use it in a ``with`` statement.
 
@@ -44,8 +49,7 @@ class Elastic:
     ) -> None:
         self.directory = directory
         directory.mkdir(parents=True, exist_ok=True)
-        # Not in the test's own directory: the path of a socket has 107 characters at most.
-        self.runtime = runtime or Path(tempfile.mkdtemp(prefix="r", dir=directory.parent.parent))
+        self.runtime = runtime or short_directory(directory.parent)
         self.attempts = 0
         self._script, self._argv, self._size = script, list(argv), size
         self._max_restarts = max_restarts

@@ -139,7 +139,7 @@ class Cluster:
 
         Slurm would take half a minute to believe it; here somebody tells it.
         """
-        here = [task for task in tasks() if task.node == node]
+        here = [task for task in self.tasks() if task.node == node]
         for number in {self.slurmd[node], *(t.parent for t in here), *(t.pid for t in here)}:
             os.kill(number, signal.SIGKILL)
         self.run("scontrol", "update", f"NodeName={node}", "State=DOWN", "Reason=lost")
@@ -168,6 +168,32 @@ class Cluster:
         found = re.search(r"JobState=(\S+)", text)
         assert found is not None, text
         return found[1]
+
+    def processes(self, job: str | None = None) -> list[Process]:
+        """What runs of a job, or of all; other clusters may be on this host."""
+        found = []
+        for directory in Path("/proc").glob("[0-9]*"):
+            try:
+                words = (directory / "environ").read_bytes().decode(errors="replace").split("\0")
+                argv = (
+                    (directory / "cmdline").read_bytes().decode(errors="replace").split("\0")[:-1]
+                )
+                parent = int((directory / "stat").read_text().rpartition(") ")[2].split()[1])
+                above = Path(f"/proc/{parent}/comm").read_text().strip()
+            except (OSError, ValueError):
+                continue
+            values = dict(word.split("=", 1) for word in words if "=" in word)
+            ours = values.get("SLURM_CONF", "").startswith(f"{self.directory}/")
+            if ours and "SLURM_PROCID" in values and job in (None, values.get("SLURM_JOB_ID")):
+                rank, node = int(values["SLURM_PROCID"]), values.get("SLURMD_NODENAME", "")
+                is_task = above == "slurmstepd" and "SLURM_STEP_ID" in values
+                found.append(Process(int(directory.name), parent, node, rank, is_task, tuple(argv)))
+        return found
+
+    def tasks(self, job: str | None = None) -> list[Process]:
+        """The tasks of a job, or of all, by rank; not what they started."""
+        found = (process for process in self.processes(job) if process.is_task)
+        return sorted(found, key=lambda process: process.rank)
 
     def logs(self) -> str:
         """The ends of the daemons' logs."""
@@ -203,30 +229,6 @@ class Process:
     rank: int
     is_task: bool
     argv: tuple[str, ...]
-
-
-def processes(job: str | None = None) -> list[Process]:
-    """What runs of a job, or of all."""
-    found = []
-    for directory in Path("/proc").glob("[0-9]*"):
-        try:
-            words = (directory / "environ").read_bytes().decode(errors="replace").split("\0")
-            argv = (directory / "cmdline").read_bytes().decode(errors="replace").split("\0")[:-1]
-            parent = int((directory / "stat").read_text().rpartition(") ")[2].split()[1])
-            above = Path(f"/proc/{parent}/comm").read_text().strip()
-        except (OSError, ValueError):
-            continue
-        values = dict(word.split("=", 1) for word in words if "=" in word)
-        if "SLURM_PROCID" in values and job in (None, values.get("SLURM_JOB_ID")):
-            rank, node = int(values["SLURM_PROCID"]), values.get("SLURMD_NODENAME", "")
-            is_task = above == "slurmstepd" and "SLURM_STEP_ID" in values
-            found.append(Process(int(directory.name), parent, node, rank, is_task, tuple(argv)))
-    return found
-
-
-def tasks(job: str | None = None) -> list[Process]:
-    """The tasks of a job, or of all, by rank; not what they started."""
-    return sorted((p for p in processes(job) if p.is_task), key=lambda process: process.rank)
 
 
 def leftovers(directory: Path) -> list[int]:

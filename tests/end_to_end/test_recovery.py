@@ -25,7 +25,12 @@ from megatron_flex.twinlayer.location import DIRECTORY
 from megatron_flex.twinlayer.worker import Member, TwinLayers, Version
 from tests.distributed.pool import WorkerPool
 from tests.end_to_end import runs
-from tests.end_to_end.elastic import Elastic, assert_nothing_is_left, losses
+from tests.end_to_end.elastic import (
+    Elastic,
+    assert_nothing_is_left,
+    losses,
+    short_directory,
+)
 from tests.end_to_end.processes import ROOT
 
 SIZE = 3
@@ -243,7 +248,7 @@ def test_a_damaged_version_is_passed_over(
 
 
 def test_two_jobs_on_one_server_do_not_meet(flags: list[str], tmp_path: Path) -> None:
-    runtime = tmp_path / "runtime"
+    runtime = short_directory(tmp_path)
     every = ["--flexpipe-twin-snapshot", "1"]
     with (
         start(tmp_path / "first", flags, 12, *every, runtime=runtime) as first,
@@ -276,7 +281,7 @@ def test_a_job_that_cannot_be_restarted_leaves_nothing_behind(
 def test_torchrun_starts_the_workers_again(
     flags: list[str], undisturbed: dict[int, list[float]], tmp_path: Path
 ) -> None:
-    log, runtime = tmp_path / "log.jsonl", tmp_path / "runtime"
+    log, runtime = tmp_path / "log.jsonl", short_directory(tmp_path)
     command = [
         sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node",
         str(SIZE), "--max-restarts", "1", str(ROOT / "pretrain_gpt.py"), *flags,

@@ -117,7 +117,7 @@ class Batch:
         slurmd refuses a job that begins in the second in which it ended (credential revoked).
         """
         self.wait("back in the queue", lambda: self.is_("PENDING"))
-        self.wait("the end of all processes", lambda: not slurm.processes(self.id))
+        self.wait("the end of all processes", lambda: not self.cluster.processes(self.id))
         self.cluster.run("scontrol", "update", f"JobId={self.id}", "StartTime=now+3")
 
 
@@ -174,7 +174,7 @@ class Run:
             cluster, directory, GPT, *FLAGS, *plans, flags=TWO_BY_TWO, variables=variables
         )
         self.job.wait_for_iteration(5)
-        found = slurm.tasks(self.job.id)
+        found = cluster.tasks(self.job.id)
         places = [(task.rank, task.node) for task in found]
         assert places == [(0, "node1"), (1, "node1"), (2, "node2"), (3, "node2")]
         self.argv = found[0].argv
@@ -195,7 +195,7 @@ class Run:
     def kill_worker(self) -> None:
         """``kill -9`` to a worker."""
         self.job.wait_for_iteration(self.saved + 11)
-        os.kill(slurm.tasks(self.job.id)[2].pid, signal.SIGKILL)
+        os.kill(self.cluster.tasks(self.job.id)[2].pid, signal.SIGKILL)
         said = self.job.wait("the killed task", lambda: "node2: task 2: Killed" in self.job.text)
         assert said < SECONDS
         self.job.start_again()
@@ -291,7 +291,7 @@ def test_torchrun_starts_dead_workers_again_from_host_memory_and_ends_when_told(
     more = [*FLAGS, "--micro-batch-tokens", "50"]
     job = Batch(cluster, tmp_path, TORCHRUN, *more, flags=flags, variables=variables)
     job.wait_for_iteration(6)
-    every = slurm.processes(job.id)
+    every = cluster.processes(job.id)
     agents = {p.pid: p for p in every if "torch.distributed.run" in p.argv}
     workers_of = (p for p in every if p.parent in agents and p.pid not in agents)
     found = [p for p in workers_of if "pretrain_gpt.py" in p.argv]
@@ -335,7 +335,7 @@ def test_nothing_is_left_of_a_cluster_whose_tests_are_killed(tmp_path: Path) -> 
     script = (
         "from tests.end_to_end import slurm; cluster = slurm.Cluster();"
         "cluster.run('sbatch', '--nodes=2', '--ntasks=2', '--wrap', 'srun sleep 1000');"
-        "[None for _ in iter(lambda: len(slurm.tasks()), 2)];"
+        "[None for _ in iter(lambda: len(cluster.tasks()), 2)];"
         "print(cluster.directory, flush=True); import time; time.sleep(1000)"
     )
     process = subprocess.Popen([sys.executable, "-c", script], cwd=tmp_path, stdout=subprocess.PIPE,
