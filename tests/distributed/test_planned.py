@@ -74,7 +74,7 @@ def test_planned_training_switches_and_equals_one_worker(
     workers: WorkerPool, data: str, undisturbed: runs.Run, planner: str
 ) -> None:
     # With a whole backward, layouts pay that a split one in a V makes good without a switch.
-    fused = ["--flexpipe-schedule", "1f1b"]
+    fused = ["--flexpipe-schedule", "1f1b", "--flexpipe-simulations", "100"]
     run = runs.run(workers, 3, flags(data, "--flexpipe-planner", planner, *fused), job=patient)
     runs.assert_same(run, undisturbed)
     decided = [r for r in run.history.iterations if r.notes.get("action")]
