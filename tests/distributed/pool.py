@@ -295,5 +295,6 @@ def _run_job(
         torch.set_num_threads(1)
         torch.set_default_dtype(torch.float32)
         torch.set_grad_enabled(True)
-        torch.use_deterministic_algorithms(False)
+        if torch.are_deterministic_algorithms_enabled():  # the call loads the compiler: seconds
+            torch.use_deterministic_algorithms(False)
         gc.collect()

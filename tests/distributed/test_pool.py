@@ -140,7 +140,8 @@ def _compiler() -> list[str]:
 def test_a_worker_starts_without_pytorchs_compiler() -> None:
     pool = WorkerPool()  # new workers: other tests import what training does not
     try:
-        assert pool.run(1, _compiler) == [[]], "seconds and 70 MB for each worker"
+        for _ in range(2):  # nor does a job leave it behind
+            assert pool.run(1, _compiler) == [[]], "seconds and 70 MB for each worker"
     finally:
         pool.close()
 
