@@ -20,7 +20,7 @@ VENV ?= .venv
 PYTHON ?=
 PYTEST_ARGS ?=
 MUTANTS_ARGS ?=
-JOBS ?= $(shell n=$$(nproc 2>/dev/null || echo 2); echo $$((n < 8 ? n + 1 : 8)))
+JOBS ?= $(shell n=$$(env -u OMP_NUM_THREADS nproc 2>/dev/null || echo 2); echo $$((n < 8 ? n + 1 : 8)))
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
