@@ -86,7 +86,7 @@ def parser(beside_a_run: bool = False) -> argparse.ArgumentParser:
     p.add_argument("--model", default="gpt-3.35b", help=f"one of {', '.join(MODELS)}")
     p.add_argument(
         "--cluster", default="a100x16",
-        help="a described cluster (a100, h200, cpu, with xN for its first N devices), or a file",
+        help="a described cluster (a100, h200, cpu, with xN for N devices), or a file",
     )  # fmt: skip
     p.add_argument("--profile", type=Path, help="a profile measured by tools/profile_layers.py")
     p.add_argument(

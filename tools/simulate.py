@@ -89,7 +89,7 @@ def parser() -> argparse.ArgumentParser:
                    help=f"one of {', '.join(MODELS)}, or a JSON file")  # fmt: skip
     p.add_argument(
         "--cluster", default="a100x16",
-        help="a described cluster (a100, h200, cpu, with xN for its first N devices), or a file",
+        help="a described cluster (a100, h200, cpu, with xN for N devices), or a file",
     )  # fmt: skip
     p.add_argument("--profile", type=Path, help="a profile measured by tools/profile_layers.py")
     p.add_argument("--iterations", type=int, default=100)
@@ -194,7 +194,7 @@ def setting_of(args: argparse.Namespace, size: int = 1) -> Setting:
     budget = budget_of(args.memory_budget_gb)
     base = PlannerOptions(budget=budget, shard_optimizer=args.use_distributed_optimizer)
     tensor = TensorParallel(size, args.sequence_parallel and size > 1)
-    return Setting(config, cluster, profile, base).shared(tensor)
+    return Setting(config, cluster, profile, base).shared(tensor).thinned
 
 
 def source_of(args: argparse.Namespace) -> Source:
@@ -250,12 +250,14 @@ def header_of(work: Work) -> dict[str, Any]:
     setting = setting_of(work.arguments, work.size)
     header = {
         "configuration": work.title,
-        "workers": setting.devices,
+        "workers": setting.devices * setting.width,
         "train_iters": work.arguments.iterations,
         "parameters": total_parameters(setting.config),
         "budget": setting.budget,
         "arguments": given,
     }
+    if setting.width > 1:
+        header["width"] = setting.width
     setup = setup_of(work.name, setting)
     return header if setup is None else {**header, "setup": setup.to_json()}
 
@@ -284,7 +286,8 @@ def simulate(work: Work, step: Callable[[], object]) -> Outcome:
         ValueError: it cannot be simulated; the message says why.
     """
     began = time.perf_counter()
-    span, setting = span_of(work.arguments), setting_of(work.arguments, work.size)
+    setting = setting_of(work.arguments, work.size)
+    span = span_of(work.arguments).of(setting)
     file, numbers = SimulationFile(work.file, header_of(work)), work.iterations
     try:
         for _ in range(file.start):

@@ -6,10 +6,10 @@
     python tools/whatif.py --workers 2 FLAGS-OF-A-TRAINING-COMMAND
 
 Simulates (docs/simulator.md) the best static plans that there are, whole samples packed or padded,
-or in slices; FlexPipe; FlexPipe without one of its parts; and layers shared by the devices of a
-server. Says which is the fastest, what each part gains, and the flags to train so, as one command.
-The runs are kept in ``--output``, with a page to look at (report.html); the same command goes on
-where it was interrupted.
+or in slices; FlexPipe; FlexPipe without one of its parts; and layers shared by devices of a
+server, under one static plan and under FlexPipe. Says which is the fastest, what each part gains,
+and the flags to train so, as one command. The runs are kept in ``--output``, with a page to look at
+(report.html); the same command goes on where it was interrupted.
 
 The last form is for a training command as it stands: its model, its batches in the order of
 training, its cluster, profile and budget (--flexpipe-cluster, --flexpipe-profile and
@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import shlex
 import sys
 import time
@@ -37,11 +38,13 @@ from megatron_flex.data.errors import DataError
 from megatron_flex.loop.devices import cluster_of
 from megatron_flex.loop.questions import ABOUT, Run, read_run
 from megatron_flex.planner.plan import PlanError
+from megatron_flex.planner.tensor_choice import sizes
 from megatron_flex.report.page import page
 from megatron_flex.report.read import RunData
 from megatron_flex.report.read import read_run as read_log
 from megatron_flex.signals import run_tool
 from megatron_flex.simulator.summary import row, table
+from megatron_flex.simulator.tensor import divides
 from megatron_flex.telemetry.files import replace
 from megatron_flex.tokenizers.base import TokenizerError
 from tools import simulate
@@ -115,6 +118,20 @@ def words_of(args: argparse.Namespace, run: Run) -> list[str]:
     return list(map(str, words))
 
 
+def works_of(args: argparse.Namespace, *, shares: bool) -> list[Work]:
+    """What is simulated; with ``shares`` FlexPipe over groups that share layers, too."""
+    names = list(dict.fromkeys(args.configurations))
+    works = [Work(name, args, args.output) for name in names]
+    if not (shares and {OURS, SHARED} <= set(names)):
+        return works
+    full = simulate.setting_of(args).full
+    possible = sizes(full.devices, full.cluster.devices_per_server)[1:]
+    together = argparse.Namespace(**{**vars(args), "sequence_parallel": True})
+    return works + [
+        Work(OURS, together, args.output, size) for size in possible if divides(full.config, size)
+    ]
+
+
 @dataclass(frozen=True)
 class Answer:
     """All that was simulated, by name."""
@@ -124,7 +141,17 @@ class Answer:
     @property
     def fastest(self) -> str:
         """Of what the trainer can run."""
-        return self._best([OURS, *STATIC])
+        return self._best([OURS, *self._shared, *STATIC])
+
+    @property
+    def _shared(self) -> list[str]:
+        """FlexPipe over groups of devices that share layers."""
+        return [name for name in self.found if re.fullmatch(rf"{OURS}-tp\d+", name)]
+
+    @property
+    def best_shared(self) -> str:
+        """The fastest of them; empty where there are none."""
+        return self._best(self._shared)
 
     @property
     def best_static(self) -> str:
@@ -157,11 +184,18 @@ class Answer:
             for name, what in (
                 (self.best_static, "the best static plan"),
                 (self.best_whole, "the best one with whole samples"),
-                (SHARED if SHARED in self.found else "", "layers shared inside a server"),
+                (SHARED if SHARED in self.found else "", "the best one with shared layers"),
             ):
                 if name:
                     ratio = self.times(OURS, name)
                     yield f"  FlexPipe is {ratio:.2f} times as fast as {what}, {name}"
+            if name := self.best_shared:
+                size = name.rpartition("-tp")[2]
+                ratio = self.times(name, OURS)
+                yield (
+                    f"  with layers that {size} devices of a server share it is {ratio:.2f} times"
+                    f" as fast as without, {name}"
+                )
             yield "what FlexPipe gains by"
             for name, what in PARTS.items():
                 if name in self.found:
@@ -171,7 +205,7 @@ class Answer:
     def on_page(self) -> list[str]:
         """Runs to look at side by side, the fastest first."""
         ranked = sorted(self.found, key=lambda n: -self.found[n].summary.rate)
-        first = [OURS, self.best_static, self.best_whole, "packed-1f1b", "megatron-pad", *ranked]
+        first = [OURS, self.best_shared, self.best_static, self.best_whole, "packed-1f1b", *ranked]
         return list(dict.fromkeys(n for n in first if n in self.found))[:ON_THE_PAGE]
 
 
@@ -184,7 +218,7 @@ def command(args: argparse.Namespace, run: Run | None, given: Sequence[str], own
             ["torchrun", "--nproc-per-node", str(run.config.world_size), script,
              *_without(given, left_out), *own]
         )  # fmt: skip
-    devices = simulate.setting_of(args).cluster
+    devices = simulate.setting_of(args).full.cluster
     words = [
         "torchrun", "--nnodes", str(devices.servers), "--nproc-per-node",
         str(devices.devices_per_server), "pretrain_gpt.py", "--global-batch-size",
@@ -252,13 +286,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (DataError, PlanError, TokenizerError, ValueError, OSError) as error:
         print(f"whatif: {error}", file=sys.stderr)
         return 1
-    names = list(dict.fromkeys(args.configurations))
-    works = [Work(name, args, args.output) for name in names]
+    works = works_of(
+        args, shares=run is None or run.config.parallel.tensor_model_parallel_size == 1
+    )
     results = list(simulate.results(works, args.jobs, len(works) * args.iterations))
-    found = {work.name: result for work, result in results if isinstance(result, Outcome)}
+    found = {work.title: result for work, result in results if isinstance(result, Outcome)}
     for work, result in results:
         if isinstance(result, str):
-            print(f"whatif: {work.name}: {result}", file=sys.stderr)
+            print(f"whatif: {work.title}: {result}", file=sys.stderr)
     if not found:
         return 1
     answer = Answer(found)

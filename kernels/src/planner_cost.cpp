@@ -90,7 +90,7 @@ double GroupModel::tail(const Group& g) const {
   const int64_t begin = p_.front[g.begin];
   const int64_t entry = p_.front[g.end] > begin ? begin : p_.back[g.end];
   double seconds = p_.drain[entry];
-  const auto degree = static_cast<double>(g.last - g.first);
+  const auto degree = static_cast<double>((g.last - g.first) * p_.width);
   if (degree > 1) {
     const bool inner = one_server(g.first, g.last);
     const double turns = 2.0 * (degree - 1.0);

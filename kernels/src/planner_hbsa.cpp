@@ -73,12 +73,13 @@ class PaperSearch {
           first > 0 && inside && p_.server[first - 1] == p_.server[first] ? hops_[0] : hops_[1];
     }
     seconds /= degree;
-    const double turns = 2.0 * (degree - 1.0);
+    const double ring = degree * static_cast<double>(p_.width);
+    const double turns = 2.0 * (ring - 1.0);
     const double per_byte = inside ? p_.intra_seconds_per_byte : p_.inter_seconds_per_byte;
     const double latency = inside ? p_.intra_latency : p_.inter_latency;
     const double reduce = p_.reduce_prefix[end] - p_.reduce_prefix[begin];
     const double update = p_.update_prefix[end] - p_.update_prefix[begin];
-    return seconds + (turns * (latency + per_byte * reduce / degree) + update) / n;
+    return seconds + (turns * (latency + per_byte * reduce / ring) + update) / n;
   }
 
  private:

@@ -55,10 +55,11 @@ GroupCost GroupModel::parts(const std::vector<Chunk>& chunks, const int64_t* dev
                   span(p_.front_activation_prefix, c) * top(c.degree, cap);
     hidden += span(p_.hide_prefix, c);
     transient = std::max(transient, transient_(c.begin, c.end));
-    if (c.degree > 1) {
+    if (c.degree * p_.width > 1) {
       const bool inside = together(c.holders, c.degree);
-      const double turns = 2.0 * static_cast<double>(c.degree - 1);
-      const double per_byte = turns / static_cast<double>(c.degree) *
+      const auto ring = static_cast<double>(c.degree * p_.width);
+      const double turns = 2.0 * (ring - 1.0);
+      const double per_byte = turns / ring *
                               (inside ? p_.intra_seconds_per_byte : p_.inter_seconds_per_byte);
       latency = std::max(latency, turns * (inside ? p_.intra_latency : p_.inter_latency));
       double bytes = span(p_.reduce_prefix, c);

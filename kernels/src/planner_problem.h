@@ -19,6 +19,7 @@ struct mflex_planner_problem {
   int64_t classes;  // classes of devices that hold the same units now; 0: no current plan
   int64_t micro_batches;
   int64_t granule;            // group sizes and offsets are multiples of this
+  int64_t width;              // devices that each one stands for: sums of gradients are over all
   int64_t extra_in_flight;    // forwards in flight on top of K_s: 1 with split backward
   int64_t sharded;            // optimizer state split over the replicas
   int64_t tie_low, tie_high;  // steps that share the tied slab; -1: none

@@ -1,7 +1,8 @@
 """A described cluster: devices, memory, sustained speed and links, read from a small file.
 
-Descriptions are YAML or JSON (``megatron_flex/cluster/described/``). ``load("a100x16")`` takes the
-first 16 devices of the description ``a100``; ``load("path/to/file.yaml")`` reads a file.
+Descriptions are YAML or JSON (``megatron_flex/cluster/described/``). ``load("a100x16")`` takes 16
+devices of the description ``a100``, whose servers may be more than it has;
+``load("path/to/file.yaml")`` reads a file.
 """
 
 from __future__ import annotations
@@ -167,12 +168,15 @@ class Cluster:
         return replace(self, devices_per_server=self.devices_per_server // size)
 
     def first(self, devices: int) -> Cluster:
-        """The cluster of the first ``devices`` devices: part of one server, or whole servers."""
+        """The cluster of so many devices: part of one server, or whole servers.
+
+        There may be more of these than are described: they are alike.
+        """
         per_server = self.devices_per_server
-        if not 1 <= devices <= self.world_size or (devices > per_server and devices % per_server):
+        if devices < 1 or (devices > per_server and devices % per_server):
             raise ClusterError(
-                f"cannot take {devices} devices of {self.name}: it has {self.servers} servers of"
-                f" {per_server}; take up to {per_server}, or a multiple up to {self.world_size}"
+                f"cannot take {devices} devices of {self.name}: its servers have {per_server}; take"
+                f" up to {per_server}, or a multiple of that"
             )
         name = f"{self.name.partition('x')[0]}x{devices}"
         if devices <= per_server:
@@ -289,8 +293,8 @@ def load(name: str) -> Cluster:
     path = Path(name)
     if not path.exists():
         raise ClusterError(
-            f"no cluster '{name}': give a file, or one of {', '.join(described())}, with xN for its"
-            " first N devices"
+            f"no cluster '{name}': give a file, or one of {', '.join(described())}, with xN for N"
+            " devices"
         )
     text = path.read_text()
     try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from weakref import WeakKeyDictionary
 
@@ -176,15 +176,28 @@ class ModelCosts:
         """Memory of one unit of each kind."""
         return unit_memory(self.config, self.options.tensor)
 
+    @property
+    def ranks(self) -> int:
+        """Devices that the devices stand for."""
+        return len(self.devices) * self.options.width
+
+    @property
+    def _shards(self) -> int:
+        """Parts of optimizer state that every device has one of."""
+        return self.options.width if self.options.shard_optimizer else 1
+
+    def _part_of(self, state: StateBytes) -> StateBytes:
+        return replace(state, optimizer=-(-state.optimizer // self._shards))
+
     @cached_property
     def unit_state(self) -> dict[Kind, StateBytes]:
         """State of one unit's own slab."""
-        return {kind: m.state for kind, m in self.memory.items()}
+        return {kind: self._part_of(m.state) for kind, m in self.memory.items()}
 
     @cached_property
     def tied_state(self) -> StateBytes:
         """State of the tied word embedding; zero when untied."""
-        return tied_state(self.config, self.options.tensor)
+        return self._part_of(tied_state(self.config, self.options.tensor))
 
     @cached_property
     def tied(self) -> Tied:
@@ -193,7 +206,7 @@ class ModelCosts:
         return Tied(
             state=self._without_optimizer(state),
             optimizer=float(state.optimizer),
-            update=self.profile.tied_update,
+            update=self.profile.tied_update / self._shards,
             reduce=float(state.gradients),
         )
 
@@ -250,7 +263,7 @@ class ModelCosts:
     @cached_property
     def update(self) -> Array:
         """Seconds of the optimizer."""
-        own = {kind: costs.update for kind, costs in self.profile.kinds.items()}
+        own = {k: costs.update / self._shards for k, costs in self.profile.kinds.items()}
         return self._with_tied(self._sum(own), self.tied.update)
 
     @cached_property
@@ -348,8 +361,9 @@ class ModelCosts:
     @cached_property
     def slab_update(self) -> tuple[float, ...]:
         """Seconds of every slab's update on one device."""
-        own = [self.profile.kinds[unit.kind].update for unit in self.layers.units]
-        return (*own, self.profile.tied_update) if self.layers.tied else tuple(own)
+        kinds = self.profile.kinds
+        own = [kinds[unit.kind].update / self._shards for unit in self.layers.units]
+        return (*own, self.tied.update) if self.layers.tied else tuple(own)
 
     @property
     def granule(self) -> int:
@@ -429,8 +443,10 @@ class ModelCosts:
             arrivals=arrivals,
             split=options.split,
             sharded=options.shard_optimizer,
-            offload_optimizer=host and options.offload_optimizer,
+            # What is split over replicas stays on the devices.
+            offload_optimizer=host and options.offload_optimizer and self._shards == 1,
             offload_activations=host and options.offload_activations,
+            width=options.width,
         )
 
     def _dealt(self, batch: Batch, alone: Array, granule: int) -> Shares:

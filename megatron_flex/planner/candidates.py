@@ -19,6 +19,8 @@ from megatron_flex.quantities import size
 
 TIE = 1e-6
 """Costs this close (relative) are equal."""
+MANY_DEVICES = 32
+"""With more of them less is looked at where it takes long."""
 V_FIRST_PASS = (0.35, 0.5, 0.65)
 """Parts of the work that the first pass of a V template covers (docs/planner.md)."""
 

@@ -224,7 +224,7 @@ class Chooser:
         if self._bench.options.simulations == 0:
             return Judged(candidate, None)
         pricer = finder.pricers[candidate.micro_batching]
-        if self._bench.fitter is not None and len(self._bench.units.devices) <= MOST_DEVICES:
+        if self._bench.fitter is not None and self._bench.units.ranks <= MOST_DEVICES:
             made = self._bench.maker.keep(candidate.plan, pricer.batch)
             return Judged(candidate, made.prediction)
         return Judged(candidate, pricer.simulate(candidate.price))

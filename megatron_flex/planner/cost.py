@@ -184,7 +184,7 @@ def _tail(t: Tables, group: Group, tied: bool) -> float:
     total, largest, latency = 0.0, 0.0, 0.0
     for number, (begin, end) in enumerate(group.chunks):
         slots = group.of_chunk(number)
-        degree = len(slots)
+        degree = len(slots) * t.width
         if degree == 1:
             continue
         link = 0 if len({int(t.server[s]) for s in slots}) == 1 else 1

@@ -63,7 +63,7 @@ class Fitter:
                 more: a change moves optimizer state to the host or back.
         """
         costs = self._costs
-        if len(costs.devices) > MOST_DEVICES:
+        if costs.ranks > MOST_DEVICES:
             return price
         clear = max(price.device_bytes) <= CLEAR * costs.budget
         if price.missing <= 0 and clear and not price.plan.o_plan.lean:

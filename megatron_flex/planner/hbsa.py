@@ -399,7 +399,8 @@ def _stage_seconds(
     if elements[0] > 0:
         seconds += hops[0 if near else 1]
     link = costs.intra if inside else costs.cluster.inter
-    turns = 2.0 * (degree - 1)
+    ring = degree * costs.options.width
+    turns = 2.0 * (ring - 1)
     reduce = float(costs.reduce[elements].sum())
-    sync = turns * (link.latency + reduce / degree / link.bytes_per_second)
+    sync = turns * (link.latency + reduce / ring / link.bytes_per_second)
     return seconds / degree + (sync + float(costs.update[elements].sum())) / n

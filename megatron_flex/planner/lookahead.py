@@ -26,7 +26,7 @@ from itertools import pairwise, zip_longest
 
 from megatron_flex.planner.beyond import Ahead, Amortised
 from megatron_flex.planner.build import Batch
-from megatron_flex.planner.candidates import Candidate, Finder
+from megatron_flex.planner.candidates import MANY_DEVICES, Candidate, Finder
 from megatron_flex.planner.decision import Decision, Infeasible
 from megatron_flex.planner.edges import Edges
 from megatron_flex.planner.hbsa import Hbsa
@@ -38,6 +38,9 @@ from megatron_flex.planner.switching import Running
 MAX_CANDIDATES = 32
 FEW_CANDIDATES = 12
 """Where plans are known that were good for earlier batches."""
+MOST_ROWS = 1 << 16
+"""Of many devices HBSA's sequence is left out, and the search for plans of few stages is for the
+first batch only, and for no more than so many stages times devices²: both take long."""
 NOTHING = Pool.empty()
 FIRST = 4
 """Simulations of a first answer, of plans that are known to be good."""
@@ -158,8 +161,8 @@ class Lookahead:
         """
         if running is None or not pool.records:
             return None
-        static = finder.best_of(self.static, running, "static")
-        found = [static, finder.best_of(running.plan, running, "current")]
+        asked = ((self.static, "static"), (running.plan, "current"))
+        found = [self._as_before(finder, running, pool, plan, origin) for plan, origin in asked]
         if not any(c.price.fits for c in found):
             return None
         ways = len(finder.pricers)
@@ -173,6 +176,18 @@ class Lookahead:
         except Infeasible:  # their programs take more than the closed form says
             return None
         return decision, beyond.settled(after, decision)
+
+    def _as_before(
+        self, finder: Finder, running: Running, pool: Pool, plan: Plan, origin: str
+    ) -> Candidate:
+        """A plan with the way of cutting that was best for it of late, if it fits so."""
+        ways = len(finder.pricers)
+        _, way = pool.entry(plan, ways, ways + 1)
+        if way < ways:
+            price = finder.pricers[way].price(plan)
+            if price.fits:
+                return Candidate(price, way, finder.switch(running, plan), origin)
+        return finder.best_of(plan, running, origin)
 
     def decide_in(
         self,
@@ -306,15 +321,20 @@ class Lookahead:
         if running is not None:
             plans.append(Plan(running.plan.stages))
         limit, devices = FEW_CANDIDATES, len(self.planner.units.devices)
-        some = [0]  # any number of stages
+        some = later = [0]  # any number of stages
         if not pool.records:
             limit = MAX_CANDIDATES
-            some += [1 << i for i in range(devices.bit_length()) if 1 << i < devices]
-            if self.hbsa is not None:
+            numbers = [1 << i for i in range(devices.bit_length()) if 1 << i < devices]
+            many = devices > MANY_DEVICES
+            some = [0, *(n for n in numbers if not many or n * devices**2 <= MOST_ROWS)]
+            later = [0] if many else some
+            if many:
+                limit = FEW_CANDIDATES
+            elif self.hbsa is not None:
                 plans += self.hbsa_plans(finders, running)
             if not self.planner.options.split:
                 plans += self.planner.even_plans
-        found = [list(finder.best_plans(some)) for finder in finders]
+        found = [list(f.best_plans(later if i else some)) for i, f in enumerate(finders)]
         found[0] = [Plan(c.plan.stages) for c in own] + found[0]
         # In turn from each batch, so that a limit cuts all alike.
         for row in zip_longest(pool.layouts, *found):

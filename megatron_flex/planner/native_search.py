@@ -20,7 +20,8 @@ from megatron_flex.planner.cost import Group, GroupCost, PlanCost
 from megatron_flex.planner.tables import Array, IntArray, Shares, Tables, prefix
 
 _Problem = structure(
-    "steps devices kinds classes micro_batches granule extra_in_flight sharded tie_low tie_high",
+    "steps devices kinds classes micro_batches granule width extra_in_flight sharded tie_low"
+    " tie_high",
     "tied_state tied_optimizer tied_update tied_reduce chain max_tokens total_tokens buffers"
     " intra_seconds_per_byte intra_latency inter_seconds_per_byte inter_latency hop_intra hop_inter"
     " hop_busy_intra hop_busy_inter hide host_seconds_per_byte offload_optimizer"
@@ -160,6 +161,7 @@ class SearchProblem:
             classes=0 if a is None else len(a.spare),
             micro_batches=t.num_micro_batches,
             granule=granule,
+            width=t.width,
             extra_in_flight=int(t.split),
             sharded=int(t.sharded),
             tie_low=tie[0] if tied else -1,

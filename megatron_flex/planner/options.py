@@ -48,6 +48,7 @@ class PlannerOptions:
         travel: part of an iteration in which links are free for the next plan's state.
         tensor_size: ranks that share each layer; devices are groups of so many.
         sequence_parallel: they share what lies between the products, too.
+        width: devices that each device of a plan stands for (:mod:`thin`).
     """
 
     planner: PlannerName = "lookahead"
@@ -74,6 +75,7 @@ class PlannerOptions:
     travel: float = 0.8
     tensor_size: int = 1
     sequence_parallel: bool = False
+    width: int = 1
 
     @property
     def tensor(self) -> TensorParallel:
@@ -114,6 +116,8 @@ class PlannerOptions:
             raise ValueError(f"the look-ahead must be at least 1 batch, not {self.lookahead}")
         if not 0.0 <= self.margin < 1.0:
             raise ValueError(f"the margin must be at least 0 and below 1, not {self.margin}")
+        if self.width < 1:
+            raise ValueError(f"a device stands for at least 1 device, not {self.width}")
         if self.budget is not None and not 0 < self.budget < math.inf:
             raise ValueError(f"the memory budget must be positive, not {self.budget} bytes")
         if self.time_model == "paper" and self.planner != "hbsa":

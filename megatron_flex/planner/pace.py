@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-PART = 0.3
-"""Of an iteration, for the decision that is made meanwhile."""
+PART, LARGE_PART = 0.3, 0.1
+"""Of an iteration, for the decision that is made meanwhile; the second where one device stands for
+several: iterations on large clusters are long."""
 CROWDED_PART = 0.03
 """The same where the workers leave no core free: what is planned then, is not trained."""
 LEAST, MOST = 4, 1000
@@ -11,7 +12,7 @@ LEAST, MOST = 4, 1000
 START = 500.0
 """Simulations a second, before any were timed."""
 WEIGHT = 0.2
-"""Of the latest decision, in the rate."""
+"""Of the latest decision, in the rate; the first one is all that is known."""
 
 
 class Pace:
@@ -25,12 +26,14 @@ class Pace:
         self.part = part
         self.rate = START
         self.before = 0.0
+        self._weight = 1.0
 
     def took(self, simulations: int, seconds: float, before: float = 0.0) -> None:
         """A decision took so many simulations, ``seconds`` in all, ``before`` them."""
         if simulations > 1 and seconds > before:
-            self.rate += WEIGHT * (simulations / (seconds - before) - self.rate)
-            self.before += WEIGHT * (before - self.before)
+            self.rate += self._weight * (simulations / (seconds - before) - self.rate)
+            self.before += self._weight * (before - self.before)
+            self._weight = WEIGHT
 
     def simulations(self, iteration: float) -> int:
         """How many fit into the part of an iteration of so many seconds."""

@@ -20,6 +20,7 @@ from megatron_flex.planner.decision import Decision, Infeasible
 from megatron_flex.planner.options import PlannerOptions
 from megatron_flex.planner.plan import Plan, PlanError
 from megatron_flex.planner.pool import Pool
+from megatron_flex.planner.pricing import Pricer
 from megatron_flex.planner.search import DEFAULT_SIMULATIONS, Searcher
 from megatron_flex.planner.switching import Running
 from megatron_flex.planner.workbench import Workbench, running_of
@@ -46,9 +47,14 @@ class Planner(Workbench):
 
         ``seconds``: its measured time; default the predicted one.
         """
-        finder = self.finder([batch])
-        candidate = self.fitted(finder, finder.best_of(plan, None, "running"), plan)
-        return running_of(self.units, candidate.price, seconds)
+        return self.running_in(plan, self.finder([batch]).pricers[0], seconds)
+
+    def running_in(self, plan: Plan, pricer: Pricer, seconds: float | None = None) -> Running:
+        """:meth:`running` on a batch whose tables there are."""
+        price = pricer.price(plan)
+        if self.fitter is not None:
+            price = self.fitter.fit(pricer, price, plan)
+        return running_of(self.units, price, seconds)
 
     def best_static(self, batches: Sequence[Sequence[Batch]]) -> Plan:
         """The one plan that takes least time over all given batches and fits each of them.

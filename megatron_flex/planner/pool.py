@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from megatron_flex.planner.anytime import Entry
 from megatron_flex.planner.plan import Plan, Stage
@@ -56,7 +57,7 @@ class Pool:
         """That of a new run."""
         return cls({})
 
-    @property
+    @cached_property
     def entries(self) -> tuple[Entry, ...]:
         """Most promising first."""
         return tuple(sorted(self.records, key=lambda e: (self.records[e].loss, _name(e))))

@@ -115,6 +115,11 @@ class Pricer:
             self._known[plan.stages] = self._price(plan)
         return self._known[plan.stages]
 
+    def bound(self, plan: Plan) -> float:
+        """Seconds that the price is not below: quick where memory is short."""
+        problem = self.problem_of(plan)
+        return problem.price(groups_of(problem.tables, plan)).seconds
+
     def simulate(self, price: Price, stop: float = math.inf) -> Prediction | None:
         """The schedule's own simulation of a priced plan, with its O_plan."""
         return predict(self.costs, price.plan, self.batch, stop=stop)

@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import partial
 
 from megatron_flex.planner.anytime import LEAD, Entry, Trial, search
-from megatron_flex.planner.candidates import Candidate, Finder, distinct, rank
+from megatron_flex.planner.candidates import MANY_DEVICES, Candidate, Finder, distinct, rank
 from megatron_flex.planner.choose import Chooser, Judged
 from megatron_flex.planner.decision import Decision
 from megatron_flex.planner.fit import MOST_DEVICES
@@ -85,18 +85,20 @@ class Searcher:
             margin = 0.0 if stay is None else self._bench.options.margin * stay.score
             beyond = Switching(finder, running, margin)
         tried = trials(beyond or Switching(finder, running, 0.0))
-        entries = itertools.chain(
-            ((plan, way) for plan in first for way in ways),
-            () if own is None else (own,),
-            _in_turn(
+
+        def entries() -> Iterator[Entry]:
+            yield from ((plan, way) for plan in first for way in ways)
+            if own is not None:
+                yield own
+            yield from _in_turn(
                 [(plan, min(way, ways[-1])) for plan, way in pool.entries],
                 [(Plan(c.plan.stages), c.micro_batching) for c in self._promising(finder, fits)],
                 self._even_entries(finder, running),
-            ),
-        )
+            )
+
         result = search(
             lambda entry, stop: stay if stay and entry == own else tried(entry, stop),
-            starts or entries,
+            starts or entries(),
             partial(
                 moves_of,
                 self._bench.elements,
@@ -154,13 +156,21 @@ class Searcher:
 
         Priced when it comes to it.
         """
-        found = [finder.best_of(plan, running, "static") for plan in self._bench.even_plans]
-        found.sort(key=lambda c: rank(c, None, c.seconds))
-        for c in found:
-            yield Plan(c.plan.stages), c.micro_batching
+        if len(self._bench.units.devices) > MANY_DEVICES:
+            ways = range(len(finder.pricers))
+            bounds = [
+                (*min((finder.pricers[way].bound(plan), way) for way in ways), plan)
+                for plan in self._bench.even_plans
+            ]
+            bounds.sort(key=lambda b: b[:2])
+            found = [(Plan(plan.stages), way) for _, way, plan in bounds]
+        else:
+            some = [finder.best_of(plan, running, "static") for plan in self._bench.even_plans]
+            some.sort(key=lambda c: rank(c, None, c.seconds))
+            found = [(Plan(c.plan.stages), c.micro_batching) for c in some]
+        yield from found
         for way in reversed(range(len(finder.pricers))):
-            for c in found:
-                yield Plan(c.plan.stages), way
+            yield from ((plan, way) for plan, _ in found)
 
     def _verified(
         self, finder: Finder, ranked: Sequence[Trial[Simulated]]
@@ -175,8 +185,8 @@ class Searcher:
                 break
             found = trial.detail
             batch = finder.pricers[found.candidate.micro_batching].batch
-            if self._bench.fitter is None or len(self._bench.units.devices) > MOST_DEVICES:
-                return trial, self._bench.predicted(found.candidate.plan, batch)
+            if self._bench.fitter is None or self._bench.units.ranks > MOST_DEVICES:
+                return trial, self._bench.predicted(found.candidate.plan, batch, found.placed)
             made = self._bench.maker.keep(found.candidate.plan, batch).prediction
             score = trial.score + made.seconds + found.swap - found.seconds
             if best is None or score < best[0]:

@@ -41,7 +41,7 @@ from megatron_flex.planner.limits import MARGIN
 from megatron_flex.planner.lookahead import FIRST, Lookahead
 from megatron_flex.planner.maker import Made
 from megatron_flex.planner.messages import Answer, Done, Question, Setup, Task
-from megatron_flex.planner.pace import Pace
+from megatron_flex.planner.pace import LARGE_PART, Pace
 from megatron_flex.planner.package import digest, pack
 from megatron_flex.planner.plan import Plan, PlanError
 from megatron_flex.planner.planner import Planner
@@ -49,12 +49,22 @@ from megatron_flex.planner.plans import plan_of
 from megatron_flex.planner.pool import Pool
 from megatron_flex.planner.simulation import simulated
 from megatron_flex.planner.switching import Running, Way, switch
+from megatron_flex.planner.thin import (
+    part,
+    thin_cluster,
+    thin_plan,
+    thin_profile,
+    wide_decision,
+    width_of,
+)
 from megatron_flex.planner.ways import batch_of, micro_batches, ways
 from megatron_flex.schedule.transition import Transition, transition
 from megatron_flex.signals import let
 
 AT_THE_START = 200
 """Simulations of a run's first decision: no iteration waits for it, and the pool begins with it."""
+START_OPERATIONS, START_LEAST = 600_000, 8
+"""Fewer where a simulation places many operations: so many of them in all, but some anyway."""
 REMEMBERED = 16
 """Iterations whose measured times correct the next predictions."""
 
@@ -71,9 +81,10 @@ class Service:
         self._best_static: Plan | None = None
         self._ratios: deque[float] = deque(maxlen=REMEMBERED)
         self._memory: deque[float] = deque(maxlen=REMEMBERED)
-        self._pace = Pace(setup.part)
         self._before = 0.0  # seconds of the latest decision before its simulations
         self._pool = Pool.empty()
+        self._width = self._possible_width
+        self._pace = Pace(min(setup.part, LARGE_PART) if self._width > 1 else setup.part)
         self._plan_with(1.0)
 
     def _plan_with(self, memory_factor: float) -> None:
@@ -85,8 +96,28 @@ class Service:
             smaller = int(whole / memory_factor)
             options = replace(options, budget=smaller, whole_budget=int(whole))
         self.planner = Planner(self._setup.model, self._profile, self._cluster, options)
-        self._hbsa = Hbsa(self.planner)
-        self._lookahead = Lookahead(self.planner, self._static, self._hbsa)
+        self._decide_for(self._width)
+
+    @property
+    def _possible_width(self) -> int:
+        """How many devices can be planned as one (:mod:`thin`), the static plan among all."""
+        options = self._setup.options
+        if options.width > 1 or options.planner == "exhaustive":
+            return 1
+        width = width_of(self._cluster, options.server_groups_above, self._static.degrees)
+        return 1 if thin_plan(self._static, width) is None else width
+
+    def _decide_for(self, width: int) -> None:
+        """Decide for one device of every ``width``."""
+        self._width, self._decider, static = width, self.planner, self._static
+        if width > 1:
+            options = replace(self.planner.options, width=width)
+            cluster = thin_cluster(self._cluster, width)
+            profile = thin_profile(self._profile, self._cluster, width)
+            self._decider = Planner(self._setup.model, profile, cluster, options)
+            static = thin_plan(static, width) or static
+        self._hbsa = Hbsa(self._decider)
+        self._lookahead = Lookahead(self._decider, static, self._hbsa)
         self._finders: dict[tuple[int, ...], Finder] = {}
         self._ran: tuple[Question | None, Running | None] = None, None
 
@@ -119,6 +150,7 @@ class Service:
         self._pace.took(decision.simulations, time.perf_counter() - began, self._before)
         late = self._late(running, decision.plan)
         whole = self._whole(decision.plan, question.window[0])
+        decision = self._wide(decision)
         return Answer(question.iteration, decision, self.factor, late=late, whole=whole)
 
     def first(self, question: Question) -> Answer | None:
@@ -134,21 +166,24 @@ class Service:
             return None
         decision, _ = found
         late = self._late(running, decision.plan)
+        decision = self._wide(decision)
         return Answer(question.iteration, decision, self.factor, late=late, first=True)
 
     def _late(self, running: Running | None, plan: Plan) -> tuple[tuple[int, int], ...]:
         if running is None:
             return ()
-        moves = switch(self.planner.units, running, plan).moves
-        return tuple(sorted((m.slab, m.device) for m in moves if m.way is Way.HAND_OVER))
+        moves = [m for m in switch(self._decider.units, running, plan).moves
+                 if m.way is Way.HAND_OVER]  # fmt: skip
+        width = self._width
+        return tuple(sorted((m.slab, m.device * width + k) for m in moves for k in range(width)))
 
     def _whole(self, plan: Plan, lengths: tuple[int, ...]) -> float:
         """Seconds of a plan without slices, where its batch has some; else 0."""
-        cut = self._setup.cut
+        cut, lengths = self._setup.cut, self._part(lengths)
         if not batch_of(cut, lengths, plan.cut).chains:
             return 0.0
         batch = batch_of(replace(cut, sliced=False, slice_tokens=0), lengths, plan.cut)
-        found = simulated(self.planner.units, plan, batch)
+        found = simulated(self._decider.units, plan, batch)
         return 0.0 if found is None else found[0]
 
     def replies(self, question: Question) -> Iterator[Done | Answer]:
@@ -212,9 +247,12 @@ class Service:
     def _decided(self, question: Question) -> tuple[Decision, Running | None]:
         while True:
             running = self._running(question)
-            finders = self._window(question.window)
+            # The first one of a large cluster is soon there: the next one looks further.
+            known = 1 if running is None and self._width > 1 else len(question.window)
+            finders = self._window(question.window[:known])
+            count = self._count(question, running, finders[0])
             try:
-                return self._decide(finders, running, self._count(question, running)), running
+                return self._decide(finders, running, count), running
             except Infeasible:
                 if self._memory_factor == 1.0:
                     raise
@@ -225,17 +263,31 @@ class Service:
             return None
         if self._ran[0] is not question:  # a first answer and the whole one begin with it
             plan = Plan.parse(question.running)
-            batch = batch_of(self._setup.cut, question.running_lengths, plan.cut)
-            self._ran = question, self.planner.running(plan, batch)
+            thin = thin_plan(plan, self._width)
+            if thin is None:  # of a run that was begun on other devices
+                self._pool = Pool.empty()
+                self._decide_for(1)
+            batch = batch_of(self._setup.cut, self._part(question.running_lengths), plan.cut)
+            self._ran = question, self._decider.running(thin or plan, batch)
         return self._ran[1]
+
+    def _wide(self, decision: Decision) -> Decision:
+        """A decision for all devices."""
+        found = wide_decision(decision, self._width)
+        return replace(found, plan=self.planner.units.placed(found.plan))
+
+    def _part(self, lengths: tuple[int, ...]) -> tuple[int, ...]:
+        """Of a batch, what falls to the devices that are decided for."""
+        devices = len(self._decider.units.devices)
+        return part(lengths, self._width, self._setup.cut.cost, devices)
 
     def _window(self, window: Sequence[tuple[int, ...]]) -> list[Finder]:
         """Finders of coming batches; those of the window before it are still known."""
-        cut, planner = self._setup.cut, self.planner
+        cut, planner = self._setup.cut, self._decider
         devices = len(planner.units.devices)
         known = self._finders
         self._finders = {
-            lengths: known.get(lengths) or planner.finder(ways(cut, lengths, devices))
+            lengths: known.get(lengths) or planner.finder(ways(cut, self._part(lengths), devices))
             for lengths in window
         }
         return [self._finders[lengths] for lengths in window]
@@ -264,14 +316,23 @@ class Service:
         reserved = self._cluster.reserved if budget is None else 0
         return budget_advice(size, "--flexpipe-memory-budget-gb", reserved)
 
-    def _count(self, question: Question, running: Running | None) -> int | None:
-        """Simulations of the decision; ``None``: the planner's default."""
+    def _count(
+        self, question: Question, running: Running | None, finder: Finder | None = None
+    ) -> int | None:
+        """Simulations of the decision; ``None``: the planner's default.
+
+        ``finder``: of its batch, where no iteration runs.
+        """
         given = self._setup.options.simulations
         if question.simulations is not None or given is not None:
             return given if question.simulations is None else question.simulations
-        if running is None:
+        if running is not None:
+            return self._pace.simulations(running.seconds * self.factor)
+        if finder is None:
             return AT_THE_START
-        return self._pace.simulations(running.seconds * self.factor)
+        parts = min(len(pricer.batch.tokens) for pricer in finder.pricers)
+        operations = 3 * parts * self._decider.units.num_elements
+        return min(max(START_OPERATIONS // operations, START_LEAST), AT_THE_START)
 
     def _decide(
         self, finders: list[Finder], running: Running | None, count: int | None
@@ -285,11 +346,11 @@ class Service:
         if name == "exhaustive":
             found = []
             for batch in batches:
-                tables = self.planner.elements.tables(batch)
+                tables = self._decider.elements.tables(batch)
                 cut = exhaustive(tables)
                 if cut is not None:
                     found.append((plan_of(tables, cut.groups), "exhaustive"))
-            decision, self._pool = self.planner.decide_with(
+            decision, self._pool = self._decider.decide_with(
                 self._pool, batches, running, found, count
             )
             return decision
@@ -298,14 +359,14 @@ class Service:
         if name == "static":
             if self._best_static is None:
                 window = [[pricer.batch for pricer in finder.pricers] for finder in finders]
-                self._best_static = self.planner.best_static(window)
+                self._best_static = self._decider.best_static(window)
             finder = finders[0]
             candidate = finder.best_of(self._best_static, running, "static")
-            candidate = self.planner.fitted(finder, candidate)
+            candidate = self._decider.fitted(finder, candidate)
             if not candidate.price.fits:
                 exact = self._setup.options.exact_memory
                 raise finder.infeasible(candidate.price if exact else None)
-            return self.planner.choose(finder, [candidate], running, settled=candidate)
+            return self._decider.choose(finder, [candidate], running, settled=candidate)
         ahead, pool = self._lookahead, self._pool
         if count is not None and 0 < count <= FIRST:
             first = ahead.first(finders[0], running, pool, count)
@@ -320,17 +381,17 @@ class Service:
 
     def _given(self, finder: Finder, running: Running | None) -> Decision:
         """The given layout, with the way of cutting the batch in which it is simulated fastest."""
-        best, least = finder.best_of(self._static, running, "static"), math.inf
+        best, least = finder.best_of(self._lookahead.static, running, "static"), math.inf
         for way, pricer in enumerate(finder.pricers):
-            price = pricer.price(self._static)
+            price = pricer.price(self._lookahead.static)
             found = pricer.simulate(price, least) if price.fits else None
             if found is not None and found.seconds < least:
-                change = finder.switch(running, self._static)
+                change = finder.switch(running, self._lookahead.static)
                 best, least = Candidate(price, way, change, "static"), found.seconds
-        best = self.planner.fitted(finder, best)
+        best = self._decider.fitted(finder, best)
         if not best.price.fits:
             raise finder.infeasible(best.price)
-        return self.planner.choose(finder, [best], running, settled=best)
+        return self._decider.choose(finder, [best], running, settled=best)
 
 
 def serve(questions: BinaryIO, answers: BinaryIO) -> None:

@@ -136,7 +136,7 @@ def op_costs(costs: ModelCosts, plan: Plan, batch: Batch) -> OpCosts:
         sizes = (chain.keys_values + chain.gradients) * np.add.reduceat(units, starts)
         tables["chain_bytes"] = np.outer(sizes, batch.sliced)
     reduce, update = slab_seconds(costs, plan)
-    return OpCosts(**tables, reduce=reduce, update=update)
+    return OpCosts(**tables, reduce=reduce, update=update, width=costs.options.width)
 
 
 def slab_seconds(costs: ModelCosts, plan: Plan) -> tuple[tuple[float, ...], tuple[float, ...]]:
@@ -152,8 +152,9 @@ def slab_seconds(costs: ModelCosts, plan: Plan) -> tuple[tuple[float, ...], tupl
         if group not in wires:
             inside = len({costs.cluster.server_of(d) for d in group}) == 1
             link = costs.intra if inside else costs.cluster.inter
-            turns = 2 * (degree - 1)
-            wires[group] = (turns * link.latency, turns / degree / link.bytes_per_second)
+            ring = degree * costs.options.width
+            turns = 2 * (ring - 1)
+            wires[group] = (turns * link.latency, turns / ring / link.bytes_per_second)
         fixed, per_byte = wires[group]
         reduce.append(fixed + per_byte * costs.slab_gradients[slab])
         update.append(costs.slab_update[slab] / (degree if sharded else 1))
@@ -297,13 +298,27 @@ def predict(
     found = simulated(costs, plan, batch, stop=stop, tries=tries, fixed=fixed)
     if found is None:
         return None
-    seconds, placed = found
+    return prediction_of(costs, plan, batch, found[1], fixed)
+
+
+def prediction_of(
+    costs: ModelCosts,
+    plan: Plan,
+    batch: Batch,
+    placed: Placed,
+    fixed: Sequence[float] | None = None,
+) -> Prediction:
+    """Time and memory of operations that have been placed.
+
+    ``fixed``: :func:`static_bytes`, if they are known.
+    """
+    fixed = static_bytes(costs, plan, batch) if fixed is None else fixed
     line = timeline(placed.placement, costs.layers)
     peaks = tuple(
         fixed[d] + (line.peak[d] if d < len(line.peak) else 0.0)
         for d in range(costs.cluster.world_size)
     )
-    return Prediction(seconds, peaks, line, placed.schedule)
+    return Prediction(line.makespan, peaks, line, placed.schedule)
 
 
 def simulated(

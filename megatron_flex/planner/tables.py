@@ -137,6 +137,7 @@ class Tables:
         split: backward in two halves, so that nothing drains and one more forward is in flight.
         sharded: optimizer state is split over the replicas.
         offload_optimizer, offload_activations: what may go to the host.
+        width: devices that each slot stands for; gradients are summed over all of them.
     """
 
     points: tuple[int, ...]
@@ -168,6 +169,7 @@ class Tables:
     sharded: bool = False
     offload_optimizer: bool = False
     offload_activations: bool = False
+    width: int = 1
 
     def __post_init__(self) -> None:
         seen: set[int] = set()

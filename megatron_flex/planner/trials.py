@@ -16,7 +16,6 @@ from megatron_flex.planner.moves import Layout, neighbours
 from megatron_flex.planner.plan import Plan
 from megatron_flex.planner.simulation import Placed, simulated, static_bytes
 from megatron_flex.planner.switching import Running
-from megatron_flex.schedule.placement import Placement
 
 KEPT = 8
 """Simulations of a batch that are kept for another look at it."""
@@ -68,7 +67,7 @@ class Simulated:
     candidate: Candidate
     seconds: float
     swap: float
-    placement: Placement
+    placed: Placed
 
     @property
     def predicted(self) -> Predicted:
@@ -147,8 +146,7 @@ class Trials:
             found = simulated(self._costs, candidate.plan, batch, stop=stop)
         if found is None:
             return None
-        seconds, placed = found
-        return self._trial(entry, candidate, seconds, placed.placement)
+        return self._trial(entry, candidate, *found)
 
     def _layout(
         self, entry: Entry, bare: Plan, stop: float, fixed: Sequence[float]
@@ -159,12 +157,12 @@ class Trials:
         if found is None or not found[0] < stop <= found[1].stop:
             batch = self._finder.pricers[entry[1]].batch
             found = simulated(self._costs, bare, batch, stop=stop, fixed=fixed)
-            if found is not None and len(known) < KEPT and len(bare.devices) <= MOST_DEVICES:
+            if found is not None and len(known) < KEPT and self._costs.ranks <= MOST_DEVICES:
                 known[entry] = found
         return found
 
     def _trial(
-        self, entry: Entry, candidate: Candidate, seconds: float, placement: Placement
+        self, entry: Entry, candidate: Candidate, seconds: float, placed: Placed
     ) -> Trial[Simulated] | None:
         swap = candidate.price.swap
         seconds += swap
@@ -173,7 +171,7 @@ class Trials:
         if not self._beyond.allows(candidate, seconds):
             return None
         score = seconds + self._beyond.of(candidate)
-        return Trial(entry, score, Simulated(candidate, seconds, swap, placement))
+        return Trial(entry, score, Simulated(candidate, seconds, swap, placed))
 
 
 def moves_of(
@@ -190,7 +188,7 @@ def moves_of(
     others = iter(sorted((w for w in range(ways) if w != way), key=lambda w: abs(w - way)))
     layout = Layout.of(plan, costs.points)
     if layout is not None:
-        busy = trial.detail.placement.busy
+        busy = trial.detail.placed.placement.busy
         work = (costs.forward + costs.backward)[1].tolist()
         near = neighbours(layout, busy, work, straight=straight, v=v, granule=costs.granule)
         for number, found in enumerate(near, 1):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -17,7 +18,7 @@ from megatron_flex.planner.maker import Maker
 from megatron_flex.planner.options import AUTO, PlannerOptions
 from megatron_flex.planner.plan import Plan
 from megatron_flex.planner.pricing import Price
-from megatron_flex.planner.simulation import Prediction, predict
+from megatron_flex.planner.simulation import Placed, Prediction, predict, prediction_of
 from megatron_flex.planner.static import static_plan
 from megatron_flex.planner.switching import LiveSwitches, Running
 from megatron_flex.planner.tensor import check_profile
@@ -94,17 +95,26 @@ class Workbench:
                     plans.append(_on_devices(plan, self.units.devices))
         return tuple(plans)
 
-    def predicted(self, plan: Plan, batch: Batch) -> Prediction | None:
+    def predicted(
+        self, plan: Plan, batch: Batch, placed: Placed | None = None
+    ) -> Prediction | None:
         """:func:`~megatron_flex.planner.simulation.predict`; of the latest plans what is known.
 
         A plan that names no schedule is known under the one that it was predicted with, too.
+
+        Args:
+            placed: its operations, if they have been placed.
         """
 
         def key(schedule: str) -> object:
             return plan.stages, plan.o_plan, plan.spare, schedule, batch.key
 
         if key(plan.schedule) not in self._predicted:
-            found = predict(self.units, plan, batch)
+            found: Prediction | None
+            if placed is not None and math.isinf(placed.stop):
+                found = prediction_of(self.units, plan, batch, placed)
+            else:
+                found = predict(self.units, plan, batch)
             names = {plan.schedule, plan.schedule if found is None else found.schedule}
             self._predicted |= {key(name): found for name in names}
             while len(self._predicted) > 2 * REMEMBERED:

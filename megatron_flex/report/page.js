@@ -26,7 +26,7 @@ function controls(parent) {
 function title(parent) {
   const one = data.runs[0], kinds = [...new Set(data.runs.map((run) => run.about.kind || "training"))];
   const words = [one.model, one.about.parameters ? `${short(one.about.parameters)} parameters` : "",
-    one.about.workers ? `${integer(one.about.workers)} workers` : "",
+    one.about.workers ? `${integer(one.about.workers)} workers${one.about.width ? `, of which one of every ${integer(one.about.width)} is shown` : ""}` : "",
     one.group > 1 ? `each point is the mean of ${one.group} iterations` : ""].filter(Boolean);
   parent.append(el("h1", {}, `${data.runs.map((run) => run.name).join(", ")}`),
     el("p", { class: "sub" }, `${kinds.join(" and ")} ${several ? "runs" : "run"}${!several && words.length ? `: ${words.join("; ")}` : ""}`));

@@ -116,7 +116,7 @@ def _run(run: RunData, longest: int, runs: int, progress: Progress) -> dict[str,
         "name": run.name,
         "about": {
             name: about[name]
-            for name in ("kind", "workers", "parameters", "budget", "train_iters")
+            for name in ("kind", "workers", "width", "parameters", "budget", "train_iters")
             if name in about
         },
         "model": _model(about),

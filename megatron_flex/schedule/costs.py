@@ -41,6 +41,8 @@ class OpCosts:
         chain_bytes: ``chain_bytes[stage][micro_batch]``, bytes that a slice of a longer sample
             leaves besides until the whole sample is through: its keys and values, and their
             gradients. Left out: none.
+        width: devices that each one stands for. Where there are several, the gradient of a slab
+            with one holder is reduced, too.
     """
 
     forward: Floats
@@ -51,6 +53,7 @@ class OpCosts:
     reduce: tuple[float, ...] = ()
     update: tuple[float, ...] = ()
     chain_bytes: Floats = field(default_factory=lambda: np.zeros(0))
+    width: int = 1
 
     def __post_init__(self) -> None:
         forward = np.asarray(self.forward, dtype=np.float64)
@@ -83,6 +86,7 @@ class OpCosts:
         return (
             isinstance(other, OpCosts)
             and (self.reduce, self.update) == (other.reduce, other.update)
+            and self.width == other.width
             and all(np.array_equal(getattr(self, n), getattr(other, n)) for n in TABLES)
         )
 

@@ -64,7 +64,7 @@ def timeline(placement: Placement, layers: LayerList) -> Timeline:
         for r in reductions(placement, layers):
             for device in r.group:
                 update[device] += costs.update[r.slab] if costs.update else 0.0
-            if len(r.group) < 2:
+            if len(r.group) * costs.width < 2:
                 continue
             start = max(r.ready, *(free[d] for d in r.group))
             finish = start + (costs.reduce[r.slab] if costs.reduce else 0.0)
@@ -105,7 +105,7 @@ def iteration_seconds(placement: Placement, layers: LayerList) -> float:
                         total += costs.update[slab]
                     sums[before] = total
                 update[device] = sums[before]
-        if len(group) < 2:
+        if len(group) * costs.width < 2:
             return
         finish = max(ready, *(free.get(d, 0.0) for d in group))
         if costs.reduce:

@@ -98,14 +98,15 @@ class Ring:
             groups.append(tuple({*plan.stages[0].group, *plan.stages[-1].group}))
         reduce, update = [], []
         for slab, group in enumerate(groups):
-            holders = len(group) * c
+            holders = len(group) * c * own.width
             inside = len({costs.cluster.server_of(d) for d in group}) == 1
             link = costs.intra if inside else costs.cluster.inter
             turns = 2 * (holders - 1)
             size = costs.slab_gradients[slab]
             seconds = turns * (link.latency + size / holders / link.bytes_per_second)
             reduce.append(seconds)
-            update.append(own.update[slab] + (seconds if len(group) == 1 else 0.0))
+            alone = len(group) * own.width == 1
+            update.append(own.update[slab] + (seconds if alone else 0.0))
         return tuple(reduce), tuple(update)
 
 
@@ -136,8 +137,7 @@ class ContextRunner(Runner):
         self._ring = Ring(self.costs, degree)
 
     def _planner(self, setting: Setting) -> Planner:
-        cluster = setting.cluster.grouped(self._degree)
-        inner = Setting(setting.config, cluster, setting.profile, setting.base)
+        inner = setting.of_groups(self._degree, setting.config, setting.full.profile)
         return super()._planner(inner)
 
     def op_costs(self, plan: Plan, batch: Batch) -> OpCosts:

@@ -9,6 +9,7 @@ from dataclasses import replace
 from megatron_flex.data.cut import Cut
 from megatron_flex.planner.plan import Plan
 from megatron_flex.planner.static import static_plan
+from megatron_flex.planner.thin import wide_plan
 from megatron_flex.schedule.list_scheduler import POLICIES
 from megatron_flex.schedule.policies.policy import Shape
 from megatron_flex.simulator.batching import ByCut, ByDynaPipe
@@ -33,7 +34,8 @@ def static_flags(setting: Setting, tuned: Tuned) -> list[str]:
     if isinstance(runner, ContextRunner | TensorRunner):
         return []
     plan = replace(tuned.plan, o_plan=tuned.settled or tuned.plan.o_plan)
-    words = [*_layout(setting, plan, variant.schedule), "--flexpipe-schedule", variant.schedule]
+    words = [*_layout(setting, plan, variant.schedule), *_shared(setting),
+             "--flexpipe-schedule", variant.schedule]  # fmt: skip
     if isinstance(variant.batching, ByDynaPipe):
         return [*words, "--flexpipe-batching", "dynapipe"]
     assert isinstance(variant.batching, ByCut)
@@ -47,7 +49,7 @@ def planned_flags(setting: Setting, preset: Planned, static: Plan | None) -> lis
     """Of a planner; none where it has what only the simulator does."""
     if preset.paper or preset.switch != "live" or preset.options.keys() - _OPTIONS.keys():
         return []
-    words = ["--flexpipe"]
+    words = ["--flexpipe", *_shared(setting)]
     for name, value in preset.options.items():
         words += [_OPTIONS[name], str(value)]
     if not preset.sliced:
@@ -56,7 +58,7 @@ def planned_flags(setting: Setting, preset: Planned, static: Plan | None) -> lis
         return words
     # The layout of numbers alone is straight, whatever the planner may choose.
     straight = len({s.group for s in static.stages}) == len(static.stages)
-    layout = ["--flexpipe-plan", str(static)]
+    layout = ["--flexpipe-plan", str(wide_plan(static, setting.width))]
     return [*words, *(_layout(setting, static, "1f1b") if straight else layout)]
 
 
@@ -77,7 +79,16 @@ def _layout(setting: Setting, plan: Plan, schedule: str) -> list[str]:
             words = ["--pipeline-model-parallel-size", str(stages)]
             more = ["--num-virtual-stages-per-pipeline-rank", str(rounds)]
             return [*words, *more] if rounds > 1 and not v else words
-    return ["--flexpipe-plan", str(plan)]
+    return ["--flexpipe-plan", str(wide_plan(plan, setting.width))]
+
+
+def _shared(setting: Setting) -> list[str]:
+    """How devices share layers."""
+    tensor = setting.base.tensor
+    if tensor.size == 1:
+        return []
+    words = ["--tensor-model-parallel-size", str(tensor.size)]
+    return [*words, "--sequence-parallel"] if tensor.sequence else words
 
 
 def _batching(cut: Cut) -> list[str]:

@@ -138,7 +138,7 @@ def _context(setting: Setting, sample: Sequence[Lengths]) -> list[Runner]:
 
 def _degrees(setting: Setting) -> list[int]:
     """Numbers of devices of a server that may work as one: powers of two."""
-    most = setting.cluster.devices_per_server
+    most = setting.full.cluster.devices_per_server
     return [1 << k for k in range(most.bit_length()) if most % (1 << k) == 0]
 
 

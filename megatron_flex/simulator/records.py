@@ -31,6 +31,7 @@ def record_of(
     stall: float = 0.0,
     switched: bool = False,
     decision: Decision | None = None,
+    whole: Lengths = (),
 ) -> dict[str, Any]:
     """The object of one line.
 
@@ -42,8 +43,11 @@ def record_of(
         swap: seconds that it waits for the host.
         stall: seconds of the switch before it.
         decision: where there was one.
+        whole: samples of the batch, where ``lengths`` are only what falls to the devices that are
+            simulated (:class:`~megatron_flex.simulator.sources.Part`).
     """
-    tokens, squares = sum(lengths), sum(n * n for n in lengths)
+    every = whole or lengths
+    tokens, squares = sum(every), sum(n * n for n in every)
     seconds = prediction.seconds + swap
     elapsed = seconds + stall
     memory = [float(size) for size in prediction.device_bytes]
@@ -51,14 +55,14 @@ def record_of(
     record: dict[str, Any] = {
         "event": "iteration",
         "iteration": number + 1,
-        "consumed_samples": (number + 1) * len(lengths),
+        "consumed_samples": (number + 1) * len(every),
         "elapsed": elapsed,
-        "global_batch_size": len(lengths),
+        "global_batch_size": len(every),
         "tokens": tokens,
-        "padding": max(0, round(float(batch.tokens.sum())) - tokens),
+        "padding": setting.width * max(0, round(float(batch.tokens.sum())) - sum(lengths)),
         "tokens_per_second": tokens / elapsed,
         "flops": iteration_flops(setting.config, float(tokens), float(squares)),
-        "longest": max(lengths),
+        "longest": max(every),
         "plan": str(plan),
         "stages": len(plan.stages),
         "micro-batches": len(batch.tokens),
@@ -69,7 +73,7 @@ def record_of(
         "memory-over-budget": sum(size > setting.budget for size in memory),
         **times,
         "seconds-host": swap,
-        "length-quantiles": np.percentile(lengths, QUANTILES).round().astype(int).tolist(),
+        "length-quantiles": np.percentile(every, QUANTILES).round().astype(int).tolist(),
         "memory-by-worker": [round(size) for size in memory],
     }
     if len(lengths) <= LISTED:

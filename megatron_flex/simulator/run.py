@@ -18,7 +18,7 @@ from megatron_flex.planner.hbsa import Hbsa, PeakFit
 from megatron_flex.planner.lookahead import Lookahead
 from megatron_flex.planner.messages import Setup
 from megatron_flex.planner.optimise import optimised
-from megatron_flex.planner.pace import LEAST, MOST, PART, START
+from megatron_flex.planner.pace import LARGE_PART, LEAST, MOST, PART, START
 from megatron_flex.planner.plan import Plan
 from megatron_flex.planner.planner import DEFAULT_SIMULATIONS, Planner
 from megatron_flex.planner.plans import groups_of
@@ -32,7 +32,7 @@ from megatron_flex.simulator.flags import planned_flags, static_flags
 from megatron_flex.simulator.presets import PLANNED, STATIC, Planned, Static, one_plan, open_cut
 from megatron_flex.simulator.records import record_of
 from megatron_flex.simulator.setting import Setting
-from megatron_flex.simulator.sources import Lengths, Source, extremes
+from megatron_flex.simulator.sources import Lengths, Part, Source, extremes, whole
 from megatron_flex.simulator.static import Tuned, tune
 
 EXTREMES = 4
@@ -66,6 +66,13 @@ class Span:
     simulations: int | None = None
     programs: bool = False
     every: int = 1
+
+    def of(self, setting: Setting) -> Span:
+        """The same for devices that stand for several."""
+        if setting.width == 1:
+            return self
+        source = Part(self.source, setting.width, setting.cost, setting.devices)
+        return replace(self, source=source)
 
     @property
     def sample(self) -> list[Lengths]:
@@ -147,8 +154,9 @@ class StaticRun:
         swap = swap_seconds(Pricer(costs, ran.batch), ran.plan)
         plan = replace(ran.plan, schedule=ran.prediction.schedule, cut=ran.batch.target)
         record = record_of(
-            self._setting, number, lengths, plan, ran.batch, ran.prediction, swap=swap
-        )
+            self._setting, number, lengths, plan, ran.batch, ran.prediction, swap=swap,
+            whole=whole(self._span.source, number),
+        )  # fmt: skip
         if ran.rescued:
             record["action"] = "more is recomputed"
         return record
@@ -240,10 +248,11 @@ class PlannedRun:
         record = record_of(
             self._setting, number, lengths, decision.plan, batch, outcome,
             swap=besides, stall=stall, decision=decision, switched=self._switched(decision.plan),
+            whole=whole(self._span.source, number),
         )  # fmt: skip
         self._finders.pop(number)
         self._last = number
-        self._go_on(decision.plan, batch, lengths, outcome.seconds + besides)
+        self._go_on(decision.plan, pricer, lengths, outcome.seconds + besides)
         return record
 
     def _switched(self, plan: Plan) -> bool:
@@ -259,7 +268,8 @@ class PlannedRun:
             if answer is not None:
                 decision, self._pool = answer
                 return decision
-        window = range(number, number + self._planner.options.lookahead)
+        first = self._running is None and self._setting.width > 1  # as in training
+        window = range(number, number + (1 if first else self._planner.options.lookahead))
         finders = [self._finder(k) for k in window]
         decision, self._pool = self._lookahead.decide_among(
             finders, self._running, self._pool, self._count()
@@ -272,7 +282,8 @@ class PlannedRun:
             return DEFAULT_SIMULATIONS  # no iteration waits for it
         if self._span.simulations is not None:
             return self._span.simulations
-        return round(min(max(PART * self._running.seconds * START, LEAST), MOST))
+        part = LARGE_PART if self._setting.width > 1 else PART
+        return round(min(max(part * self._running.seconds * START, LEAST), MOST))
 
     def _outcome(self, decision: Decision, pricer: Pricer) -> tuple[Prediction, float]:
         """What the iteration takes, and seconds besides: waits for the host."""
@@ -288,13 +299,13 @@ class PlannedRun:
             return found, own.recompute_seconds + own.swap_seconds
         return found, swap_seconds(pricer, plan)
 
-    def _go_on(self, plan: Plan, batch: Batch, lengths: Lengths, seconds: float) -> None:
+    def _go_on(self, plan: Plan, pricer: Pricer, lengths: Lengths, seconds: float) -> None:
         peak = self._hbsa.peak
         if peak is not None and self._lookahead is None:
             free = max(0.0, PAPER_MEMORY - peak(float(max(lengths))) / len(plan.stages))
             self._running = Running(plan, seconds, (free,) * self._setting.cluster.world_size)
         else:
-            self._running = self._planner.running(plan, batch)
+            self._running = self._planner.running_in(plan, pricer)
         self._plan = str(plan)
 
     def state(self) -> dict[str, Any]:
@@ -324,7 +335,8 @@ class PlannedRun:
         self._pool = Pool(records, state["batches"], state["credit"], forgone)
         lengths = self._span.source.batch(state["last"])
         plan = Plan.parse(state["plan"])
-        self._go_on(plan, batch_of(self._cut, lengths, plan.cut), lengths, state["seconds"])
+        pricer = Pricer(self._planner.units, batch_of(self._cut, lengths, plan.cut))
+        self._go_on(plan, pricer, lengths, state["seconds"])
 
 
 def options_of(preset: Planned, programs: bool = False) -> dict[str, Any]:

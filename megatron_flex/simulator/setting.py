@@ -19,10 +19,10 @@ from megatron_flex.planner.flops import model_work, total_work
 from megatron_flex.planner.options import PlannerOptions
 from megatron_flex.planner.plan import Plan
 from megatron_flex.planner.planner import Planner
-from megatron_flex.planner.simulation import Placed, Prediction, place_plan, static_bytes
+from megatron_flex.planner.simulation import Placed, place_plan, static_bytes
 from megatron_flex.planner.tensor import TensorParallel
+from megatron_flex.planner.thin import thin_cluster, thin_profile, width_of
 from megatron_flex.schedule.costs import OpCosts
-from megatron_flex.schedule.timeline import timeline
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,6 +34,7 @@ class Setting:
         base: options that hold for every configuration: budget, sharded optimizer state, and how
             many ranks are a device.
         whole: the same where every rank is a device, by which balance is measured; ``None``: this.
+        origin: the same with all devices, where this has one of every :attr:`width`.
     """
 
     config: ModelConfig
@@ -41,6 +42,7 @@ class Setting:
     profile: Profile
     base: PlannerOptions = field(default_factory=PlannerOptions)
     whole: Setting | None = None
+    origin: Setting | None = None
     _planners: dict[PlannerOptions, Planner] = field(default_factory=dict, init=False, repr=False)
 
     def shared(self, tensor: TensorParallel) -> Setting:
@@ -55,6 +57,39 @@ class Setting:
         cluster = self.cluster.grouped(tensor.size)
         profile = with_shared_layers(self.config, self.profile, cluster, tensor)
         return Setting(self.config, cluster, profile, base, self)
+
+    @property
+    def width(self) -> int:
+        """Devices that each device stands for (``planner/thin.py``)."""
+        return self.base.width
+
+    @property
+    def full(self) -> Setting:
+        """The same with all devices."""
+        return self if self.origin is None else self.origin
+
+    @property
+    def thinned(self) -> Setting:
+        """The same where one device of a large cluster stands for several."""
+        return self._thin(width_of(self.cluster, self.base.server_groups_above))
+
+    def _thin(self, width: int) -> Setting:
+        if width == 1:
+            return self
+        whole = None if self.whole is None else self.whole._thin(width)
+        return Setting(
+            self.config, thin_cluster(self.cluster, width),
+            thin_profile(self.profile, self.cluster, width), replace(self.base, width=width),
+            whole, self,
+        )  # fmt: skip
+
+    def of_groups(self, size: int, config: ModelConfig, profile: Profile) -> Setting:
+        """The same batches where ``size`` devices of a server are one.
+
+        ``config``, ``profile``: of one of them.
+        """
+        found = Setting(config, self.full.cluster.grouped(size), profile, self.full.base)
+        return found._thin(self.width)
 
     def planner(self, **choices: object) -> Planner:
         """The planner with these options; the same one for the same options."""
@@ -106,14 +141,3 @@ def place(
     if min(costs.budget - fixed[d] for d in plan.devices) < 0:
         return None
     return place_plan(costs, plan, batch, op=op, stop=stop, fixed=fixed)
-
-
-def prediction(costs: ModelCosts, plan: Plan, batch: Batch, placed: Placed) -> Prediction:
-    """Its time and memory."""
-    fixed = static_bytes(costs, plan, batch)
-    line = timeline(placed.placement, costs.layers)
-    peaks = tuple(
-        fixed[d] + (line.peak[d] if d < len(line.peak) else 0.0)
-        for d in range(costs.cluster.world_size)
-    )
-    return Prediction(line.makespan, peaks, line, placed.schedule)

@@ -16,8 +16,10 @@ import numpy as np
 
 from megatron_flex.data.errors import DataError
 from megatron_flex.data.keyed import IntArray
+from megatron_flex.data.microbatches import CostCoefficients
 from megatron_flex.data.mock import LONGEST, mixture_lengths
 from megatron_flex.data.order import EpochOrder
+from megatron_flex.planner.thin import part
 
 Lengths = tuple[int, ...]
 LONG_SIGMA = 0.7
@@ -105,6 +107,31 @@ class Given:
     def batch(self, number: int) -> Lengths:
         """See :class:`Source`."""
         return tuple(min(n, self.longest) for n in self.batches[number % len(self.batches)])
+
+
+@dataclass(frozen=True)
+class Part:
+    """What falls to the devices that stand for all of a large cluster (``planner/thin.py``).
+
+    Attributes:
+        width: devices that each of them stands for.
+        cost: what samples cost.
+        devices: how many there are of them.
+    """
+
+    source: Source
+    width: int
+    cost: CostCoefficients
+    devices: int
+
+    def batch(self, number: int) -> Lengths:
+        """See :class:`Source`."""
+        return part(self.source.batch(number), self.width, self.cost, self.devices)
+
+
+def whole(source: Source, number: int) -> Lengths:
+    """All samples of a batch, where the source has only a part of them, too."""
+    return (source.source if isinstance(source, Part) else source).batch(number)
 
 
 def read_batches(path: Path) -> tuple[Lengths, ...]:

@@ -18,11 +18,11 @@ from megatron_flex.planner.plan import OPlan, Plan, PlanError
 from megatron_flex.planner.planner import Planner
 from megatron_flex.planner.pool import Pool
 from megatron_flex.planner.pricing import Pricer
-from megatron_flex.planner.simulation import Placed, Prediction, op_costs
+from megatron_flex.planner.simulation import Placed, Prediction, op_costs, prediction_of
 from megatron_flex.schedule.costs import OpCosts
 from megatron_flex.schedule.timeline import iteration_seconds
 from megatron_flex.simulator.batching import Batching
-from megatron_flex.simulator.setting import Setting, place, prediction
+from megatron_flex.simulator.setting import Setting, place
 from megatron_flex.simulator.sources import Lengths
 
 REMEMBERED = 256
@@ -158,7 +158,7 @@ class Runner:
         if found is None:
             return None
         chosen, batch, placed, rescued = found
-        return Ran(chosen, batch, prediction(self.costs, chosen, batch, placed), rescued)
+        return Ran(chosen, batch, prediction_of(self.costs, chosen, batch, placed), rescued)
 
     def _placed(self, plan: Plan, batch: Batch, stop: float) -> tuple[float, Placed | None]:
         """Seconds of a plan, at least ``stop`` where that is no less, and its operations."""

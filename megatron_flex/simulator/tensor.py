@@ -45,11 +45,6 @@ class TensorRunner(Runner):
         super().__init__(setting, variant)
 
     def _planner(self, setting: Setting) -> Planner:
-        degree = self._degree
-        inner = Setting(
-            part_of(setting.config, degree),
-            setting.cluster.grouped(degree),
-            profile_of(setting.config, setting.profile, setting.cluster, degree),
-            setting.base,
-        )
-        return super()._planner(inner)
+        degree, config, full = self._degree, setting.config, setting.full
+        profile = profile_of(config, full.profile, full.cluster, degree)
+        return super()._planner(setting.of_groups(degree, part_of(config, degree), profile))

@@ -41,7 +41,8 @@ def test_the_papers_testbed() -> None:
 def test_the_first_devices_are_part_of_a_server_or_whole_servers() -> None:
     assert load("a100x16").servers == 4
     assert load("a100x2").world_size == load("a100x2").devices_per_server == 2
-    for name in ("a100x6", "a100x0", "a100x36"):
+    assert load("h200x4096").servers == 512
+    for name in ("a100x6", "a100x0", "a100x38"):
         with pytest.raises(ClusterError, match="cannot take"):
             load(name)
 

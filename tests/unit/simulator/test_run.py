@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 
 from megatron_flex.cluster.cluster import load
+from megatron_flex.planner import thin
 from megatron_flex.planner.closed_form import closed_form_profile
+from megatron_flex.planner.options import PlannerOptions
 from megatron_flex.planner.presets import model
 from megatron_flex.planner.ways import ways
 from megatron_flex.simulator.changes import WAYS, stall_seconds
@@ -21,6 +23,7 @@ from megatron_flex.simulator.setting import Setting
 from megatron_flex.simulator.sources import Mixture
 from megatron_flex.simulator.summary import Summary
 from megatron_flex.telemetry.sink import TelemetryError
+from tests.unit.planner.instances_real import small_cluster, small_model
 
 SPAN = Span(Mixture(8, longest=4096, share=0.1, median=2000), 5, tuning=3, simulations=4)
 
@@ -126,3 +129,21 @@ def test_ways_of_switching_cost_more_the_less_they_overlap() -> None:
     assert seconds == sorted(seconds)
     assert seconds[0] < seconds[-1]
     assert [stall_seconds(costs, running, flat, way) for way in WAYS] == [0.0] * len(WAYS)
+
+
+def test_one_device_stands_for_several(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Totals are those of all devices; how long it takes is about what they take."""
+    monkeypatch.setattr(thin, "MOST", 4)
+    config, cluster = small_model(4), small_cluster(16)
+    base = PlannerOptions(server_groups_above=8)
+    full = Setting(config, cluster, closed_form_profile(config, cluster), base)
+    some = full.thinned
+    assert (some.devices, some.width, some.full) == (4, 4, full)
+    span = Span(Mixture(256, longest=2048), 2, 1, 4)
+    for name in ("flexpipe-untuned", "packed-1f1b", "tensor-parallel", "context-parallel"):
+        whole = open_simulation(name, full, span).step(0)
+        part = open_simulation(name, some, span.of(some)).step(0)
+        for field in ("tokens", "global_batch_size", "consumed_samples", "flops", "longest"):
+            assert part[field] == whole[field]
+        assert part["elapsed"] == pytest.approx(whole["elapsed"], rel=0.1), name
+        assert len(part["lengths"]) < len(whole["lengths"])

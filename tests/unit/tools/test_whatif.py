@@ -80,19 +80,21 @@ def test_it_says_what_is_best_and_what_each_part_gains(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = [*SMALL, "--model", model_file(tmp_path), "--output", str(tmp_path / "out")]
-    assert whatif.main([*words, "--configurations", *CHOSEN]) == 0
+    chosen = [*CHOSEN, "tensor-parallel"]
+    assert whatif.main([*words, "--configurations", *chosen]) == 0
     text = capsys.readouterr().out
     lines = text.splitlines()
-    assert {line.split()[0] for line in lines[1:6]} == set(CHOSEN)
-    rates = [float(line.split()[3].replace(",", "")) for line in lines[1:6]]
+    assert {line.split()[0] for line in lines[1:8]} == {*chosen, "flexpipe-tp2"}
+    rates = [float(line.split()[3].replace(",", "")) for line in lines[1:8]]
     assert rates == sorted(rates, reverse=True)
     assert any(line.startswith("fastest: ") for line in lines)
     assert "slices of long samples" in text
+    assert "with layers that 2 devices of a server share it is" in text
     command = next(line for line in lines if line.startswith("torchrun "))
     assert "--flexpipe" in command
     assert "--flexpipe-cluster cpux2" in command
     assert (tmp_path / "out" / "report.html").stat().st_size < 5e6
-    assert whatif.main([*words, "--configurations", *CHOSEN]) == 0  # nothing is left to do
+    assert whatif.main([*words, "--configurations", *chosen]) == 0  # nothing is left to do
     again = capsys.readouterr().out
     assert again.splitlines()[:-1] == lines[:-1]  # but for the seconds
 
