@@ -59,8 +59,8 @@ GroupCost GroupModel::parts(const std::vector<Chunk>& chunks, const int64_t* dev
       const bool inside = together(c.holders, c.degree);
       const auto ring = static_cast<double>(c.degree * p_.width);
       const double turns = 2.0 * (ring - 1.0);
-      const double per_byte = turns / ring *
-                              (inside ? p_.intra_seconds_per_byte : p_.inter_seconds_per_byte);
+      const double per_byte =
+          turns / ring * (inside ? p_.intra_seconds_per_byte : p_.inter_seconds_per_byte);
       latency = std::max(latency, turns * (inside ? p_.intra_latency : p_.inter_latency));
       double bytes = span(p_.reduce_prefix, c);
       if (both_ends && c.begin == 0) bytes -= p_.tied_reduce;
