@@ -68,6 +68,7 @@ TRAINING_ARGS=(
 
 # Stages of equal cost, unless the further flags say how: --flexpipe, or --flexpipe-plan and its like.
 MODEL_PARALLEL_ARGS=(--distributed-backend "${BACKEND:-nccl}")
+[[ -z ${CLUSTER:-} ]] || MODEL_PARALLEL_ARGS+=(--flexpipe-cluster "$CLUSTER")
 if [[ " $* " != *" --flexpipe "* ]]; then
     MODEL_PARALLEL_ARGS+=(--micro-batch-tokens "${MICRO_BATCH_TOKENS:-8192}")
     if [[ " $* " != *" --flexpipe-plan"* ]]; then

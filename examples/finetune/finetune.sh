@@ -6,8 +6,8 @@
 # MODEL is a directory with config.json, safetensors and tokenizer.json; CHATS is JSONL or .parquet
 # (docs/finetuning.md says what is in it); everything is written to RUN, the trained model to
 # RUN/model. What follows goes to pretrain_gpt.py. WORKERS (processes; default: the GPUs here, else
-# 2), SEQ_LENGTH, TRAIN_ITERS, GLOBAL_BATCH_SIZE, LR, SPLIT, CHAT_TEMPLATE and BACKEND may be set in
-# the environment. The same command again goes on where it was interrupted.
+# 2), CLUSTER (--flexpipe-cluster, on GPUs), SEQ_LENGTH, TRAIN_ITERS, GLOBAL_BATCH_SIZE, LR, SPLIT,
+# CHAT_TEMPLATE and BACKEND may be set in the environment. The same command again goes on where it was interrupted.
 #
 # Run it from the root of the repository with the environment active (source .venv/bin/activate).
 set -euo pipefail
@@ -86,6 +86,7 @@ TRAINING_ARGS=(
 )
 MODEL_PARALLEL_ARGS=(
     --flexpipe
+    ${CLUSTER:+--flexpipe-cluster "$CLUSTER"}
     --flexpipe-profile measure
     --distributed-backend "${BACKEND:-gloo}"
 )

@@ -9,6 +9,8 @@
 #                     `sbatch --gpus-per-node=4 --ntasks-per-node=4` asks for others)
 #   WARNING_SECONDS   seconds before the end of the job at which it is warned (default 300, as in
 #                     the scripts' `#SBATCH --signal`)
+#   CLUSTER           the GPUs and links, for planning (--flexpipe-cluster: a100, h200, or a file;
+#                     default: what the GPUs' name says, if it is one of these)
 #   CONTAINER         an image to run in: one of apptainer (NAME.sif), or one for pyxis, which is
 #                     enroot's in Slurm (a registry's name, or NAME.sqsh). VENV is not used then.
 #   CONTAINER_MOUNTS  directories to have there beside the repository, such as /data:/data,/scratch:/scratch

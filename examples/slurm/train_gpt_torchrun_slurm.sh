@@ -102,6 +102,7 @@ TRAINING_ARGS=(
 # A plan for every iteration, and versions of all weights and optimizer state in the nodes' memory.
 MODEL_PARALLEL_ARGS=(
     --flexpipe
+    ${CLUSTER:+--flexpipe-cluster "$CLUSTER"}
     --flexpipe-record "$LOG_PATH/plans.txt"
     --flexpipe-twin-snapshot "${SNAPSHOT_INTERVAL:-20}"
     --distributed-backend "${BACKEND:-nccl}"

@@ -18,6 +18,8 @@ from typing import Any
 import yaml
 
 DESCRIBED = Path(__file__).with_name("described")
+KNOWN = (("A100-SXM4-80GB", "a100"), ("H200", "h200"))
+"""Parts of devices' names, and their descriptions."""
 
 
 class ClusterError(ValueError):
@@ -282,6 +284,11 @@ def description(cluster: Cluster) -> dict[str, Any]:
 def described() -> tuple[str, ...]:
     """Names of the descriptions in the package."""
     return tuple(sorted(p.stem for p in DESCRIBED.glob("*.yaml")))
+
+
+def described_as(device: str) -> str | None:
+    """The description of devices of this name, as CUDA says it; ``None`` where there is none."""
+    return next((name for known, name in KNOWN if known in device), None)
 
 
 def load(name: str) -> Cluster:

@@ -122,7 +122,7 @@ class FlexpipeOptions:
 
     flexpipe_cluster: str | None = option(None, own=True)
     """The devices and links: a described cluster such as a100x16, or a YAML or JSON file. Not set:
-    CPU workers."""
+    CPU workers, or what the name of the GPU says (A100-SXM4-80GB, H200)."""
 
     flexpipe_profile: str | None = option(None, own=True)
     """Measured costs of the model's parts: a file of tools/profile_layers.py, or the word measure:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import torch
 
-from megatron_flex.cluster.cluster import Cluster, load
+from megatron_flex.cluster.cluster import Cluster, described_as, load
 from megatron_flex.cluster.profile import Profile
 from megatron_flex.config.config import Config
 from megatron_flex.model.config import ModelConfig
@@ -23,14 +23,17 @@ def cluster_of(config: Config, devices: int) -> Cluster:
     Raises ``ValueError`` naming the flag.
     """
     f = config.flexpipe
-    planned = f.flexpipe or config.cut_by_batch
-    if planned and f.flexpipe_cluster is None and torch.cuda.is_available():
-        flag = "--flexpipe" if f.flexpipe else f"--flexpipe-batching {f.flexpipe_batching}"
-        raise ValueError(
-            f"{flag} on GPUs needs --flexpipe-cluster, such as a100 or h200, or a file that"
-            " describes the devices and links"
-        )
-    cluster = load(f.flexpipe_cluster or f"cpux{min(4, devices)}")
+    name, planned = f.flexpipe_cluster, f.flexpipe or config.cut_by_batch
+    if name is None and planned and torch.cuda.is_available():
+        device = torch.cuda.get_device_name()
+        name = described_as(device)
+        if name is None:
+            flag = "--flexpipe" if f.flexpipe else f"--flexpipe-batching {f.flexpipe_batching}"
+            raise ValueError(
+                f"{flag} on {device} needs --flexpipe-cluster, such as a100 or h200, or a file that"
+                " describes the devices and links"
+            )
+    cluster = load(name or f"cpux{min(4, devices)}")
     size = config.parallel.tensor_model_parallel_size
     per_server = server_size(devices, size)
     servers = -(-devices // per_server)

@@ -156,8 +156,10 @@ def _completed(words: Sequence[str]) -> list[str]:
             names = [name for name in names if not name.startswith("micro_batch")]
         if not any(has(n) or saved.get(n) for n in ("micro_batch_size", "micro_batch_tokens")):
             # The run's planner, or its slices, say how batches are cut.
-            fixed = has("flexpipe_plan") or has("flexpipe_plans")
-            names += ["flexpipe_slice_tokens", *([] if fixed else ["flexpipe"])]
+            names.append("flexpipe_slice_tokens")
+        layouts = ("flexpipe_plan", "flexpipe_plans", "pipeline_model_parallel_size")
+        if not any(map(has, layouts)):
+            names.append("flexpipe")
         if saved.get("data_args_path") or saved.get("per_split_data_args_path"):
             drop = ("data_path", "train_data_path", "valid_data_path", "test_data_path")
             names = [name for name in names if name not in drop]

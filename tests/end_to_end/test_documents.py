@@ -168,13 +168,13 @@ def test_the_same_training_command_again_resumes(place: Path) -> None:
     assert "iteration 4 of runs/mine/checkpoints: starting at iteration 4" in text
 
 
-def test_the_plan_in_the_readme_fits_its_command(place: Path) -> None:
-    text = (ROOT / "README.md").read_text()
+def test_the_plan_of_the_page_on_training_fits_its_command() -> None:
+    text = (ROOT / "docs" / "training.md").read_text()
     plan = re.search(r'^--flexpipe-plan "(.*)"$', text, re.M)
     assert plan is not None
     from megatron_flex.arguments import parse
 
-    command = next(c for d, c in ALL if d.name == "README.md" and "--save " in c)
+    command = next(c for d, c in ALL if d.name == "training.md" and "--save " in c)
     words = shlex.split(command.replace("--pipeline-model-parallel-size 2", ""))
     config = parse([*words[5:], "--flexpipe-plan", plan[1]], world_size=4)
     assert config.flexpipe.flexpipe_plan == plan[1]

@@ -16,6 +16,7 @@ from megatron_flex.cluster.cluster import (
     Link,
     Rates,
     described,
+    described_as,
     load,
     parse,
 )
@@ -27,6 +28,13 @@ def test_every_description_in_the_package_is_read() -> None:
         cluster = load(name)
         assert cluster.world_size == cluster.servers * cluster.devices_per_server
         assert 0 < cluster.usable_memory <= cluster.device.memory
+
+
+def test_devices_are_known_by_the_name_that_cuda_has_for_them() -> None:
+    assert described_as("NVIDIA A100-SXM4-80GB") == "a100"
+    assert described_as("NVIDIA H200") == "h200"
+    for other in ("NVIDIA A100-SXM4-40GB", "NVIDIA H100 80GB HBM3", "NVIDIA GH100"):
+        assert described_as(other) is None
 
 
 def test_the_papers_testbed() -> None:
