@@ -25,6 +25,7 @@ _NAMED = 6
 """Differences that a message names."""
 _SHOWN = 3
 """Values of each."""
+_CHOSEN = "--tensor-model-parallel-size"
 
 
 @dataclass(frozen=True)
@@ -74,9 +75,14 @@ def disagreement(views: Sequence[View]) -> str:
     more = len(found) - _NAMED
     rest = [f"and {more} more"] if more > 0 else []
     listed = "; ".join(found[:_NAMED] + rest)
+    chosen = any(text.startswith(f"{_CHOSEN} ") for text in found)
+    number = (
+        f"; auto of {_CHOSEN} follows from them, and from how many workers a server has: a number"
+        " does not"
+    )
     return (
         f"the workers do not start from the same: {listed}: give all the same flags, and the same"
-        " files on every server"
+        f" files on every server{number if chosen else ''}"
     )
 
 

@@ -17,6 +17,8 @@ def test_what_differs_is_named_with_who_has_what() -> None:
         " file with the digest 12 on worker 2 of two and 1 more: give all the same flags, and the"
         " same files on every server"
     )
+    sizes = [View("m", {"--tensor-model-parallel-size": str(size)}) for size in (2, 4)]
+    assert "auto of --tensor-model-parallel-size follows from them" in disagreement(sizes)
 
 
 def test_what_one_lacks_is_absent_and_a_message_has_an_end() -> None:
