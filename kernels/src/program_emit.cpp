@@ -8,6 +8,7 @@
 
 #include "api.h"
 #include "large.h"
+#include "links.h"
 #include "program.h"
 
 // Mirrored by megatron_flex/schedule/emit.py; all fields are eight bytes.
@@ -84,7 +85,6 @@ class Emitter {
  private:
   // What waits for the messages of one device at another, in the order of sending.
   struct Queue {
-    int64_t target;
     std::vector<int64_t> waiting;
     size_t next = 0;
     double free = 0.0;  // when the last message has crossed
@@ -142,7 +142,7 @@ class Emitter {
           const int64_t target = p_.target[e];
           if (p_.device[target] == device) continue;
           sender_[target] = code;
-          queue(device, p_.device[target]).waiting.push_back(target);
+          queues_.at(device, p_.device[target]).waiting.push_back(target);
         }
       }
     }
@@ -156,7 +156,7 @@ class Emitter {
       for (int64_t i = p_.order_offset[device]; i < p_.order_offset[device + 1]; ++i) {
         const int64_t code = p_.order[i];
         if (sender_[code] < 0 || posted_[code] >= 0.0) continue;
-        Queue& messages = queue(p_.device[sender_[code]], device);
+        Queue& messages = queues_.at(p_.device[sender_[code]], device);
         for (int64_t waiting = -1; waiting != code;) {
           waiting = messages.waiting[messages.next++];
           const int64_t ahead = static_cast<int64_t>(own.size()) - p_.posted;
@@ -165,14 +165,6 @@ class Emitter {
         }
       }
     }
-  }
-
-  Queue& queue(int64_t source, int64_t target) {
-    auto& found = queues_[source];
-    auto at = std::find_if(found.begin(), found.end(),
-                           [target](const Queue& q) { return q.target == target; });
-    if (at == found.end()) at = found.insert(found.end(), Queue{target, {}});
-    return *at;
   }
 
   // Operations of one device with their messages and reductions.
@@ -206,7 +198,7 @@ class Emitter {
         for (int64_t e = p_.offset[code]; e < p_.offset[code + 1]; ++e) {
           const int64_t peer = p_.device[p_.target[e]];
           if (peer == device) continue;
-          double& free = queue(device, peer).free;
+          double& free = queues_.at(device, peer).free;
           free = std::max({p_.finish[code], posted_[p_.target[e]], free}) + p_.wire[e];
           taken.push_back(taken.empty() ? free : std::max(free, taken.back()));
           put(forward(code) ? kSendActivation : kSendGradient, stage_of(code), peer,
@@ -270,9 +262,9 @@ class Emitter {
   const mflex_emit_problem& p_;
   uint64_t* out_;
   Rows members_;
-  LargeVector<int64_t> sender_;             // of each operation: whose message it needs; -1
-  LargeVector<double> posted_;              // when the receive of that is posted
-  std::vector<std::vector<Queue>> queues_;  // by source
+  LargeVector<int64_t> sender_;  // of each operation: whose message it needs; -1
+  LargeVector<double> posted_;   // when the receive of that is posted
+  Links<Queue> queues_;
   std::vector<std::vector<Receive>> receives_;
   std::vector<std::vector<int64_t>> own_;  // reductions of each device, in the order of issue
   std::vector<Words> first_, late_;        // of each device

@@ -2,9 +2,10 @@
 // be taken when its receive is posted.
 #pragma once
 
-#include <algorithm>
 #include <cstdint>
 #include <vector>
+
+#include "links.h"
 
 namespace mflex {
 
@@ -27,7 +28,7 @@ class Messages {
       free_ = messages_[place].next;
     }
     messages_[place] = {word, number, -1};
-    Queue& to = queue(source, target);
+    Queue& to = queues_.at(source, target);
     sent_[source].push_back({target, to.sent++, number});
     (to.first < 0 ? to.first : messages_[to.last].next) = place;
     to.last = place;
@@ -35,7 +36,7 @@ class Messages {
 
   // False if there is none.
   bool pop(int64_t source, int64_t target, Message* found) {
-    Queue& from = queue(source, target);
+    Queue& from = queues_.at(source, target);
     const int64_t place = from.first;
     if (place < 0) return false;
     *found = messages_[place];
@@ -46,7 +47,7 @@ class Messages {
   }
 
   // One more receive of a message from `source` is posted.
-  void post(int64_t source, int64_t target) { ++queue(source, target).posted; }
+  void post(int64_t source, int64_t target) { ++queues_.at(source, target).posted; }
 
   // One that was sent; `order`: how many were sent to the same target before.
   struct Sent {
@@ -58,27 +59,19 @@ class Messages {
     const auto& sent = sent_[source];
     int64_t& gone = gone_[source];
     for (; gone + under_way < static_cast<int64_t>(sent.size()); ++gone) {
-      if (queue(source, sent[gone].target).posted <= sent[gone].order) return &sent[gone];
+      if (queues_.at(source, sent[gone].target).posted <= sent[gone].order) return &sent[gone];
     }
     return nullptr;
   }
 
  private:
   struct Queue {
-    int64_t target, first = -1, last = -1;
+    int64_t first = -1, last = -1;
     int64_t sent = 0, posted = 0;  // messages and receives so far
   };
 
-  Queue& queue(int64_t source, int64_t target) {
-    auto& found = queues_[source];
-    auto at = std::find_if(found.begin(), found.end(),
-                           [target](const Queue& q) { return q.target == target; });
-    if (at == found.end()) at = found.insert(found.end(), Queue{target});
-    return *at;
-  }
-
-  std::vector<std::vector<Queue>> queues_;  // by source
-  std::vector<Message> messages_;           // of all queues, and free ones
+  Links<Queue> queues_;
+  std::vector<Message> messages_;  // of all queues, and free ones
   int64_t free_ = -1;
   std::vector<std::vector<Sent>> sent_;  // by source
   std::vector<int64_t> gone_;            // of those: taken

@@ -6,6 +6,7 @@
 // tests ask for the same bits.
 #include <algorithm>
 #include <cstdint>
+#include <cstring>
 #include <functional>
 #include <queue>
 #include <utility>
@@ -13,6 +14,7 @@
 
 #include "api.h"
 #include "large.h"
+#include "links.h"
 
 // Mirrored by megatron_flex/schedule/engine.py; all fields are eight bytes.
 struct mflex_schedule_problem {
@@ -53,22 +55,10 @@ constexpr int64_t kForward = 0, kBackward = 1;
 constexpr double kSlack = 1 + 1e-12;
 enum Verdict : int64_t { kPlaced = 0, kGaveUp = 1, kStuck = 2 };
 
-// When the last message of each link (source, target) has crossed it.
-class Links {
- public:
-  explicit Links(int64_t devices) : free_(static_cast<size_t>(devices)) {}
-
-  double cross(int64_t source, int64_t target, double now, double wire) {
-    auto& links = free_[static_cast<size_t>(source)];
-    auto found = std::find_if(links.begin(), links.end(),
-                              [target](const auto& link) { return link.first == target; });
-    if (found == links.end()) found = links.insert(found, {target, 0.0});
-    return found->second = std::max(now, found->second) + wire;
-  }
-
- private:
-  std::vector<std::vector<std::pair<int64_t, double>>> free_;
-};
+// When a message crosses a link; `free`: when the last one has.
+double cross(double& free, double now, double wire) {
+  return free = std::max(now, free) + wire;
+}
 
 class Lender {
  public:
@@ -209,54 +199,97 @@ class Ticket : public Lender {
   std::vector<char> complete_;
 };
 
+// What comes next in time, then by number: a heap of four children, whose keys compare as one
+// integer. Four lie in a cache line, and most of the time of a pass of thousands of devices goes
+// into looking for lines.
+class Events {
+ public:
+  bool empty() const { return keys_.empty(); }
+  double time() const { return time_of(keys_.front()); }
+
+  void push(double time, int64_t number) {
+    const Key key = key_of(time, number);
+    size_t hole = keys_.size();
+    keys_.push_back(key);
+    while (hole > 0) {
+      const size_t parent = (hole - 1) / 4;
+      if (keys_[parent] < key) break;
+      keys_[hole] = keys_[parent];
+      hole = parent;
+    }
+    keys_[hole] = key;
+  }
+
+  std::pair<double, int64_t> pop() {
+    const Key first = keys_.front(), last = keys_.back();
+    keys_.pop_back();
+    const size_t count = keys_.size();
+    size_t hole = 0;
+    for (;;) {
+      const size_t child = 4 * hole + 1;
+      if (child >= count) break;
+      size_t best = child;
+      for (size_t other = child + 1; other < std::min(child + 4, count); ++other) {
+        best = keys_[other] < keys_[best] ? other : best;
+      }
+      if (last < keys_[best]) break;
+      keys_[hole] = keys_[best];
+      hole = best;
+    }
+    if (count) keys_[hole] = last;
+    return {time_of(first), static_cast<int64_t>(static_cast<uint64_t>(first) ^ kSign)};
+  }
+
+ private:
+  using Key = unsigned __int128;
+  static constexpr uint64_t kSign = uint64_t{1} << 63;
+
+  // As integers, bits of doubles are in their order, if the negative ones are turned round.
+  static Key key_of(double time, int64_t number) {
+    uint64_t bits;
+    const double plain = time + 0.0;  // there is one zero
+    std::memcpy(&bits, &plain, sizeof bits);
+    bits ^= bits & kSign ? ~uint64_t{0} : kSign;
+    return Key{bits} << 64 | (static_cast<uint64_t>(number) ^ kSign);
+  }
+  static double time_of(Key key) {
+    uint64_t bits = static_cast<uint64_t>(key >> 64);
+    bits ^= bits & kSign ? kSign : ~uint64_t{0};
+    double time;
+    std::memcpy(&time, &bits, sizeof time);
+    return time;
+  }
+
+  std::vector<Key> keys_;
+};
+
 class Pass {
  public:
   Pass(const mflex_schedule_problem& p, Lender* lender)
       : p_(p),
         lender_(lender),
         rank_(p.batches),
-        waiting_(p.queue_offset[p.devices]),
-        admitted_(p.queue_offset[p.devices]),
+        devices_(p.devices),
+        queues_(p.queue_offset[p.devices]),
         ops_(kept_ops()),
         edges_(kept_edges()),
         in_flight_(p.devices * p.stages),
-        used_(p.devices),
-        forwards_left_(p.devices),
-        work_left_(p.devices),
-        placed_(p.devices),
-        idle_(p.devices, 1),
-        after_backward_(p.devices),
-        is_touched_(p.devices),
         links_(p.devices) {
-    for (int64_t i = 0; i < p.batches; ++i) rank_[p.turn[i]] = i;
+    for (int64_t i = 0; i < p.batches; ++i) rank_[p.turn[i]] = static_cast<int32_t>(i);
     std::vector<int32_t> slot(p.devices * p.kinds * p.stages, -1);
     for (int64_t d = 0; d < p.devices; ++d) {
-      placed_[d] = p.order_offset[d];
+      devices_[d].placed = p.order_offset[d];
       p.peak[d] = 0.0;
       for (int64_t i = p.queue_offset[d]; i < p.queue_offset[d + 1]; ++i) {
         slot[d * p.kinds * p.stages + p.queue[i]] = static_cast<int32_t>(i);
+        queues_[i].number = p.queue[i];
+        queues_[i].stage = p.queue[i] % p.stages;
       }
     }
-    ops_.resize(total());
-    edges_.clear();
-    edges_.reserve(p.offset[total()]);
-    for (int64_t place = 0; place < total(); ++place) {
-      const auto [queue, rank] = split(place);
-      const int64_t code = queue * p.batches + p.turn[rank];
-      ops_[place] = {p.seconds[code],
-                     p.takes[code] - p.frees[code],
-                     static_cast<int32_t>(p.device[code]),
-                     slot[p.device[code] * p.kinds * p.stages + queue],
-                     static_cast<int32_t>(edges_.size()),
-                     static_cast<int16_t>(p.offset[code + 1] - p.offset[code]),
-                     static_cast<int16_t>(p.needs[code])};
-      for (int64_t e = p.offset[code]; e < p.offset[code + 1]; ++e) {
-        edges_.push_back({p.wire[e], static_cast<int32_t>(p.target[e]),
-                          static_cast<int32_t>(place_of(p.target[e]))});
-      }
-      forwards_left_[p.device[code]] += code < p.stages * p.batches;
+    line_up(slot);
+    for (int64_t code = 0; code < total(); ++code) {
+      devices_[p.device[code]].work_left += p.seconds[code];
     }
-    for (int64_t code = 0; code < total(); ++code) work_left_[p.device[code]] += p.seconds[code];
   }
 
   Verdict run(double stop, bool force) {
@@ -266,11 +299,11 @@ class Pass {
     double now = 0.0;
     for (;;) {
       // By device, whatever touched them first.
-      std::sort(touched_.begin(), touched_.end());
-      for (const int64_t d : touched_) {
-        is_touched_[d] = 0;
-        if (!idle_[d]) continue;
-        if (now + work_left_[d] >= stop) return kGaveUp;
+      if (touched_.size() > 1) std::sort(touched_.begin(), touched_.end());
+      for (const int32_t d : touched_) {
+        devices_[d].touched = false;
+        if (!devices_[d].idle) continue;
+        if (now + devices_[d].work_left >= stop) return kGaveUp;
         dispatch(d, now);
       }
       touched_.clear();
@@ -279,10 +312,9 @@ class Pass {
         if (!force || !start_anyway(now)) return kStuck;
         continue;
       }
-      const double horizon = events_.top().first + p_.tolerance;
-      while (!events_.empty() && events_.top().first <= horizon) {
-        const auto [time, code] = events_.top();
-        events_.pop();
+      const double horizon = events_.time() + p_.tolerance;
+      while (!events_.empty() && events_.time() <= horizon) {
+        const auto [time, code] = events_.pop();
         now = time;
         if (code < 0) {
           arrive(place_of(-1 - code));
@@ -294,12 +326,11 @@ class Pass {
   }
 
  private:
-  using Event = std::pair<double, int64_t>;  // time; operation, or -1 - operation: an arrival
-  using Heap = std::priority_queue<int64_t, std::vector<int64_t>, std::greater<int64_t>>;
+  using Heap = std::priority_queue<int32_t, std::vector<int32_t>, std::greater<int32_t>>;
 
-  // A large problem is in no cache. So what is asked again and again of an operation is together,
-  // and operations of micro-batches that enter one after the other are neighbours: the place of one
-  // is its code with the micro-batch's rank in its stead.
+  // A large problem is in no cache. So what is asked again and again of an operation or a device is
+  // together, and operations of micro-batches that enter one after the other are neighbours: the
+  // place of one is its code with the micro-batch's rank in its stead.
   struct Operation {
     double seconds;
     double grows;  // bytes that it takes when it begins; less than 0: frees when it ends
@@ -312,6 +343,17 @@ class Pass {
     double wire;
     int32_t target, place;
   };
+  struct Device {
+    double used = 0.0, work_left = 0.0;
+    int64_t placed = 0, forwards_left = 0;
+    bool idle = true, after_backward = false, touched = false;
+  };
+  // Operations of one kind and stage on a device that may begin, by rank.
+  struct Queue {
+    int64_t number, stage;
+    Heap waiting;   // what must be admitted, if it is a forward
+    Heap admitted;  // slices of chains that were
+  };
 
   static LargeVector<Operation>& kept_ops() {
     static thread_local LargeVector<Operation> ops;
@@ -323,6 +365,33 @@ class Pass {
   }
 
   int64_t total() const { return p_.kinds * p_.stages * p_.batches; }
+
+  // Fill in operations and edges by place.
+  void line_up(const std::vector<int32_t>& slot) {
+    ops_.resize(total());
+    edges_.clear();
+    edges_.reserve(p_.offset[total()]);
+    const int64_t queues = p_.kinds * p_.stages;
+    int64_t place = 0;
+    for (int64_t queue = 0; queue < queues; ++queue) {
+      for (int64_t rank = 0; rank < p_.batches; ++rank, ++place) {
+        const int64_t batch = p_.turn[rank], code = queue * p_.batches + batch;
+        const int64_t device = p_.device[code];
+        ops_[place] = {p_.seconds[code],
+                       p_.takes[code] - p_.frees[code],
+                       static_cast<int32_t>(device),
+                       slot[device * queues + queue],
+                       static_cast<int32_t>(edges_.size()),
+                       static_cast<int16_t>(p_.offset[code + 1] - p_.offset[code]),
+                       static_cast<int16_t>(p_.needs[code])};
+        for (int64_t e = p_.offset[code]; e < p_.offset[code + 1]; ++e) {
+          edges_.push_back({p_.wire[e], static_cast<int32_t>(p_.target[e]),
+                            static_cast<int32_t>(place_of(p_.target[e]))});
+        }
+        devices_[device].forwards_left += queue < p_.stages;
+      }
+    }
+  }
 
   Verdict placed() {
     for (int64_t code = 0; code < total(); ++code) {
@@ -342,9 +411,9 @@ class Pass {
   }
 
   void touch(int64_t device) {
-    if (is_touched_[device]) return;
-    is_touched_[device] = 1;
-    touched_.push_back(device);
+    if (devices_[device].touched) return;
+    devices_[device].touched = true;
+    touched_.push_back(static_cast<int32_t>(device));
   }
 
   void ended(int64_t code, double now) {
@@ -352,19 +421,19 @@ class Pass {
     const Operation& op = ops_[queue * p_.batches + rank_[batch]];
     const int64_t device = op.device;
     touch(device);
-    idle_[device] = 1;
+    devices_[device].idle = true;
     const int64_t stage = queue - kBackward * p_.stages;
     if (0 <= stage && stage < p_.stages && p_.lead[batch] == batch) {
       --in_flight_[device * p_.stages + stage];
     }
-    if (op.grows < 0.0) used_[device] += op.grows;
+    if (op.grows < 0.0) devices_[device].used += op.grows;
     const Edge* edge = edges_.data() + op.first_edge;
     for (const Edge* end = edge + op.edges; edge != end; ++edge) {
       const int64_t to = ops_[edge->place].device;
       if (to != device) {
-        const double arrival = links_.cross(device, to, now, edge->wire);
+        const double arrival = cross(links_.at(device, to), now, edge->wire);
         if (arrival > now) {
-          events_.emplace(arrival, -1 - static_cast<int64_t>(edge->target));
+          events_.push(arrival, -1 - static_cast<int64_t>(edge->target));
           continue;
         }
       }
@@ -382,108 +451,113 @@ class Pass {
     const bool admitted = queue < p_.stages && p_.lead[batch] != batch;
     const Operation& op = ops_[place];
     __builtin_prefetch(edges_.data() + op.first_edge);
-    (admitted ? admitted_ : waiting_)[op.slot].push(rank);
+    Queue& to = queues_[op.slot];
+    (admitted ? to.admitted : to.waiting).push(static_cast<int32_t>(rank));
     touch(op.device);
   }
 
   void dispatch(int64_t device, double now) {
-    const bool hold = p_.forwards_first && p_.train && forwards_left_[device] > 0;
-    const bool turn = p_.alternate && after_backward_[device];
-    const int64_t first = p_.queue_offset[device], count = p_.queue_offset[device + 1] - first;
+    const bool hold = p_.forwards_first && p_.train && devices_[device].forwards_left > 0;
     bool starved = false;
-    for (int64_t look = turn ? 0 : count; look < 2 * count; ++look) {
-      const int64_t i = first + look % count;
-      const int64_t queue = p_.queue[i], stage = queue % p_.stages;
-      if (look < count && queue >= p_.stages) continue;
-      if (!admitted_[i].empty()) {
-        const int64_t batch = p_.turn[admitted_[i].top()];
-        admitted_[i].pop();
-        begin(device, queue, batch, now);
-        return;
+    const auto first = queues_.begin() + p_.queue_offset[device];
+    const auto last = queues_.begin() + p_.queue_offset[device + 1];
+    if (p_.alternate && devices_[device].after_backward) {
+      for (auto queue = first; queue != last; ++queue) {
+        if (queue->number < p_.stages && take(device, &*queue, hold, now, &starved)) return;
       }
-      if (waiting_[i].empty()) continue;
-      const int64_t batch = p_.turn[waiting_[i].top()];
-      if (queue < p_.stages) {
-        // Nothing less urgent may take the memory that a forward waits for.
-        if (starved || (p_.train && in_flight_[device * p_.stages + stage] >= p_.cap[stage])) {
-          continue;
-        }
-        if (lender_ && !lender_->admits(device, stage, batch, used_[device])) {
-          starved = true;
-          continue;
-        }
-      } else if (hold) {
-        continue;
-      }
-      waiting_[i].pop();
-      begin(device, queue, batch, now);
-      return;
+    }
+    for (auto queue = first; queue != last; ++queue) {
+      if (take(device, &*queue, hold, now, &starved)) return;
     }
   }
 
-  void begin(int64_t device, int64_t queue, int64_t batch, double now) {
-    const int64_t code = queue * p_.batches + batch;
-    const Operation& op = ops_[queue * p_.batches + rank_[batch]];
-    const double seconds = op.seconds;
+  // Whether an operation of the queue could be started.
+  bool take(int64_t device, Queue* queue, bool hold, double now, bool* starved) {
+    if (!queue->admitted.empty()) {
+      const int64_t rank = queue->admitted.top();
+      queue->admitted.pop();
+      begin(device, queue->number, rank, now);
+      return true;
+    }
+    if (queue->waiting.empty()) return false;
+    const int64_t rank = queue->waiting.top();
+    if (queue->number < p_.stages) {
+      const int64_t stage = queue->stage;
+      // Nothing less urgent may take the memory that a forward waits for.
+      if (*starved || (p_.train && in_flight_[device * p_.stages + stage] >= p_.cap[stage])) {
+        return false;
+      }
+      if (lender_ && !lender_->admits(device, stage, p_.turn[rank], devices_[device].used)) {
+        *starved = true;
+        return false;
+      }
+    } else if (hold) {
+      return false;
+    }
+    queue->waiting.pop();
+    begin(device, queue->number, rank, now);
+    return true;
+  }
+
+  void begin(int64_t device, int64_t queue, int64_t rank, double now) {
+    const int64_t batch = p_.turn[rank], code = queue * p_.batches + batch;
+    const Operation& op = ops_[queue * p_.batches + rank];
+    Device& at = devices_[device];
     p_.start[code] = now;
-    p_.order[placed_[device]++] = code;
+    p_.order[at.placed++] = code;
     p_.sequence[started_++] = code;
-    idle_[device] = 0;
-    after_backward_[device] = queue >= p_.stages;
-    work_left_[device] -= seconds;
+    at.idle = false;
+    at.after_backward = queue >= p_.stages;
+    at.work_left -= op.seconds;
     // What its end will touch.
     const Edge* edge = edges_.data() + op.first_edge;
     for (const Edge* end = edge + op.edges; edge != end; ++edge) {
       __builtin_prefetch(&ops_[edge->place], 1);
     }
-    if (op.grows > 0.0) used_[device] += op.grows;
-    p_.peak[device] = std::max(p_.peak[device], used_[device]);
+    if (op.grows > 0.0) at.used += op.grows;
+    p_.peak[device] = std::max(p_.peak[device], at.used);
     if (queue < p_.stages && p_.train) {
-      --forwards_left_[device];
+      --at.forwards_left;
       if (p_.lead[batch] == batch) {
         ++in_flight_[device * p_.stages + queue];
         if (lender_) lender_->admit(device, queue, batch);
       }
     }
-    events_.emplace(now + seconds, code);
+    events_.push(now + op.seconds, code);
   }
 
   // A device is too small for one micro-batch: start the first one, whatever it takes.
   bool start_anyway(double now) {
-    int64_t best = -1, best_rank = 0, best_stage = 0, best_device = 0;
+    Queue* best = nullptr;
+    int64_t best_rank = 0, best_device = 0;
     for (int64_t d = 0; d < p_.devices; ++d) {
       for (int64_t i = p_.queue_offset[d]; i < p_.queue_offset[d + 1]; ++i) {
-        const int64_t stage = p_.queue[i];
-        if (stage >= p_.stages || waiting_[i].empty()) continue;
-        const int64_t first = waiting_[i].top();
-        if (best < 0 || first < best_rank || (first == best_rank && stage > best_stage)) {
-          best = i, best_rank = first, best_stage = stage, best_device = d;
+        Queue& queue = queues_[i];
+        if (queue.number >= p_.stages || queue.waiting.empty()) continue;
+        const int64_t first = queue.waiting.top();
+        if (!best || first < best_rank || (first == best_rank && queue.stage > best->stage)) {
+          best = &queue, best_rank = first, best_device = d;
         }
       }
     }
-    if (best < 0) return false;
-    waiting_[best].pop();
-    begin(best_device, best_stage, p_.turn[best_rank], now);
+    if (!best) return false;
+    best->waiting.pop();
+    begin(best_device, best->number, best_rank, now);
     return true;
   }
 
   const mflex_schedule_problem& p_;
   Lender* lender_;
-  std::vector<int64_t> rank_;
-  std::vector<Heap> waiting_;   // by queue: what must be admitted, if it is a forward
-  std::vector<Heap> admitted_;  // by queue: slices of chains that were
+  std::vector<int32_t> rank_;
+  std::vector<Device> devices_;
+  std::vector<Queue> queues_;  // of each device in turn, most urgent first
   // Kept from pass to pass of a thread: to get them anew takes as long as to fill them.
   LargeVector<Operation>& ops_;  // by place
   LargeVector<Edge>& edges_;
-  std::vector<int64_t> in_flight_;
-  std::vector<double> used_;
-  std::vector<int64_t> forwards_left_;
-  std::vector<double> work_left_;
-  std::vector<int64_t> placed_;
-  std::vector<char> idle_, after_backward_, is_touched_;
-  std::vector<int64_t> touched_;
-  Links links_;
-  std::priority_queue<Event, std::vector<Event>, std::greater<Event>> events_;
+  std::vector<int32_t> in_flight_;
+  std::vector<int32_t> touched_;
+  Links<double> links_;
+  Events events_;
   int64_t started_ = 0;
 };
 
@@ -493,7 +567,7 @@ int64_t replay(const mflex_schedule_problem& p) {
   std::vector<int64_t> needs(p.needs, p.needs + total);
   std::vector<double> arrived(total), free(p.devices), used(p.devices);
   std::vector<char> queued(p.devices, 1);
-  Links links(p.devices);
+  Links<double> links(p.devices);
   std::vector<int64_t> work;
   for (int64_t d = 0; d < p.devices; ++d) {
     p.peak[d] = 0.0;
@@ -519,7 +593,7 @@ int64_t replay(const mflex_schedule_problem& p) {
         const int64_t target = p.target[e], to = p.device[target];
         double arrival = end;
         if (to != device) {
-          arrival = links.cross(device, to, end, p.wire[e]);
+          arrival = cross(links.at(device, to), end, p.wire[e]);
           if (!queued[to]) {
             queued[to] = 1;
             work.push_back(to);
