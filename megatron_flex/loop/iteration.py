@@ -127,13 +127,15 @@ class Iterations:
     def _stall(self, following: Plan) -> None:
         """Everybody stops, state moves, everybody goes on."""
         world, model = self.executor.world, self.executor.holdings.config
+        elements = slab_elements(model, tensor_of(self.config))
         change = transition(
             self.plan,
             following,
             model.layers,
+            sizes=elements,
             late=None,
             server_size=server_size(world.size, world.tensor.size),
-            elements=slab_elements(model, tensor_of(self.config)),
+            elements=elements,
         )
         world.barrier()
         lists = switch_only(change, model.layers, world.size)

@@ -84,6 +84,21 @@ class Batch:
         return first, second, third, self.chains
 
 
+@dataclass(frozen=True)
+class SliceHead:
+    """Bytes a token of the head where the micro-batch holds a slice.
+
+    It runs its backward in its forward (``runtime/anticipate.py``).
+
+    Attributes:
+        kept: the gradient of its input.
+        runs: what it has while it runs.
+    """
+
+    kept: float
+    runs: float
+
+
 @dataclass(frozen=True, eq=False)
 class ModelCosts:
     """All that does not depend on the batch: coefficients and bytes of every element.
@@ -271,13 +286,19 @@ class ModelCosts:
         """Bytes a token that a pass needs while it runs: the most of any unit in the element."""
         return np.array([max(self.profile.kinds[k].transient for k in ks) for ks in self.kinds])
 
+    @cached_property
+    def slice_head(self) -> SliceHead:
+        """What the head of a slice takes."""
+        head = self.profile.kinds[Kind.HEAD]
+        kept = min(head.activation, self.profile.boundary)
+        return SliceHead(kept, head.transient + head.activation)
+
     def _transient(self, *, sliced: bool) -> Array:
         """:attr:`transient`, with all that a head holds while it runs where it keeps nothing."""
         if not sliced:
             return self.transient
         found = self.transient.copy()
-        head = self.profile.kinds[Kind.HEAD]
-        found[-1] = max(found[-1], head.transient + head.activation)
+        found[-1] = max(found[-1], self.slice_head.runs)
         return found
 
     @cached_property
@@ -389,9 +410,8 @@ class ModelCosts:
     ) -> ElementKind:
         options, memory = self.options, self.memory
         activation = sum(self.profile.kinds[k].activation for k in kinds)
-        if sliced and Kind.HEAD in kinds:  # a slice's head keeps its input's gradient only
-            head = self.profile.kinds[Kind.HEAD].activation
-            activation -= head - min(head, self.profile.boundary)
+        if sliced and Kind.HEAD in kinds:
+            activation += self.slice_head.kept - self.profile.kinds[Kind.HEAD].activation
         kept: float | None = None
         if options.memory_optimisation and options.recompute:
             parts = [memory[k].kept for k in kinds]

@@ -48,7 +48,7 @@ from megatron_flex.planner.planner import Planner
 from megatron_flex.planner.plans import plan_of
 from megatron_flex.planner.pool import Pool
 from megatron_flex.planner.simulation import simulated
-from megatron_flex.planner.switching import Running, Way, switch
+from megatron_flex.planner.switching import Running, Way, switch, travelling
 from megatron_flex.planner.thin import (
     part,
     thin_cluster,
@@ -235,10 +235,12 @@ class Service:
         following = Plan.parse(task.following) if task.following else plan
         if following.keeps(plan):
             return None
+        units, layers = self.planner.units, self._setup.model.layers
         return transition(
             plan,
             following,
-            self._setup.model.layers,
+            layers,
+            sizes=[travelling(units, slab, 1) for slab in range(layers.num_slabs)],
             late=frozenset(task.late) if self._setup.switch == "live" else None,
             server_size=self._cluster.devices_per_server,
             elements=self.planner.maker.footprint.elements,

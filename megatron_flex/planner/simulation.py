@@ -120,7 +120,7 @@ def op_costs(costs: ModelCosts, plan: Plan, batch: Batch) -> OpCosts:
         "activation": held,
     }
     if batch.chains:
-        # The head of a slice runs its backward at once and keeps its input's gradient only.
+        # The head of a slice runs its backward at once.
         cut = (batch.sliced > 0) & (again[-1] == 0)
         first, second = (
             c[:, -1] @ basis * cut for c in (costs.backward_input, costs.backward_weight)
@@ -128,7 +128,7 @@ def op_costs(costs: ModelCosts, plan: Plan, batch: Batch) -> OpCosts:
         forward[-1] += first + second
         inputs[-1] -= first + second * (1.0 - waits[-1])
         weights[-1] -= second * waits[-1]
-        held[-1] -= (kept[-1] - min(kept[-1], costs.profile.boundary)) * batch.tokens * cut
+        held[-1] -= max(0.0, kept[-1] - costs.slice_head.kept) * batch.tokens * cut
         for table_ in (inputs, weights, held):  # a head alone on a stage leaves rounding only
             np.maximum(table_, 0.0, out=table_)
         chain = chain_bytes(costs.config, costs.options.tensor)
@@ -194,12 +194,11 @@ def static_bytes(costs: ModelCosts, plan: Plan, batch: Batch) -> list[float]:
         transient = max(costs.in_range(s.start, s.stop)[2] for s in held)
         world[device] += (transient + MESSAGE_BUFFERS * costs.profile.boundary) * most
     if batch.chains:
-        # What a head holds while it runs, where it is not held for the backward.
-        whole = costs.transient[-1] + costs.activation[-1]
         for device in plan.stages[-1].group:
             held = (plan.stages[s] for s in plan.stages_of(device))
             transient = max(costs.in_range(s.start, s.stop)[2] for s in held)
-            world[device] += max(0.0, whole - transient) * float(batch.sliced.max())
+            more = max(0.0, costs.slice_head.runs - transient)
+            world[device] += more * float(batch.sliced.max())
     return world
 
 

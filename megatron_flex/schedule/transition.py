@@ -111,7 +111,7 @@ def transition(
     next_plan: Plan,
     layers: LayerList,
     *,
-    sizes: Sequence[float] | None = None,
+    sizes: Sequence[float] = (),
     late: frozenset[tuple[int, int]] | None = frozenset(),
     server_size: int = 1 << 30,
     elements: Sequence[int] = (),
@@ -119,7 +119,7 @@ def transition(
     """Work out who sends what to whom.
 
     Args:
-        sizes: bytes of each slab's state, to spread the sending evenly; default: all equal.
+        sizes: bytes of each slab's state, to spread the sending evenly; none: all equal.
         late: (slab, target) pairs that are handed over after the update (no room for an early
             copy); ``None``: all of them.
         server_size: devices of one server; a source on the target's own server is preferred.
@@ -133,7 +133,7 @@ def transition(
     anew = cuts(plan, next_plan, layers, elements)
     moves, pieces = [], []
     for slab, (old, new) in enumerate(zip(before, after, strict=True)):
-        size = 1.0 if sizes is None else sizes[slab]
+        size = sizes[slab] if sizes else 1.0
         if slab in anew:
             whole = max(1, elements[slab])
             for target, part in anew[slab].after.items():

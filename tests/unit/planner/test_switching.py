@@ -22,6 +22,7 @@ from megatron_flex.planner.switching import (
     travelling,
 )
 from megatron_flex.schedule.slabs import slab_holders
+from megatron_flex.schedule.transition import transition
 from tests.unit.planner.instances_real import random_plan, small_planner
 
 PLANNER = small_planner(8)
@@ -55,6 +56,11 @@ def test_every_new_holder_receives_each_slab_once_from_an_old_holder(
         same = COSTS.cluster.server_of(move.device)
         nearer = [d for d in before[move.slab] if COSTS.cluster.server_of(d) == same]
         assert not nearer or COSTS.cluster.server_of(move.source) == same
+    sizes = [travelling(COSTS, slab, 1) for slab in range(COSTS.layers.num_slabs)]
+    per_server = COSTS.cluster.devices_per_server
+    executed = transition(old, new, COSTS.layers, sizes=sizes, server_size=per_server)
+    sent = [(m.slab, m.target, m.source) for m in executed.moves]
+    assert [(m.slab, m.device, m.source) for m in priced.moves] == sent
     assert all(size <= spare for size in priced.early_bytes)
     assert priced.seconds >= 0.0
     fast = LiveSwitches(COSTS).price(running(old, spare), new)

@@ -54,7 +54,7 @@ class SwitchCase:
             memory=case.memory,
             table=None if pieces is None else pieces.route,
             switch=self.switch,
-            chains=case.chains if pieces is None else (),
+            chains=case.chains,
         )
 
 
@@ -121,7 +121,7 @@ def random_switch(
         case.plan,
         next_plan,
         case.layers,
-        sizes=rng.choice([None, sizes]),
+        sizes=rng.choice([[], sizes]),
         late=late,
         server_size=rng.choice([1, 2, 4, 1 << 30]),
         elements=elements,
@@ -130,9 +130,12 @@ def random_switch(
         return SwitchCase(case, switch, None, case.costs)
     count, slabs = len(case.tokens), case.layers.num_slabs
     later = random_costs(rng, len(next_plan.stages), count, slabs)
-    tables = route(case.plan, case.costs), route(next_plan, later)
-    moved = [m for m in range(count) if rng.random() < 0.5]
-    pieces = migrate(switch, *tables, moved, case.layers)
+    old_route = route(case.plan, case.costs, case.chains)
+    new_route = route(next_plan, later, case.chains)
+    going = [rng.random() < 0.5 for _ in range(count)]
+    lead = {m: chain[0] for chain in case.chains for m in chain}
+    moved = [m for m in range(count) if going[lead.get(m, m)]]
+    pieces = migrate(switch, old_route, new_route, moved, case.layers)
     return SwitchCase(
         case, switch, pieces, random_costs(rng, len(pieces.plan.stages), count, slabs)
     )
