@@ -36,8 +36,9 @@ def let(number: signal.Signals, handler: signal.Handlers) -> None:
 
 
 def end_quietly() -> None:
-    """For a process of a pool: Ctrl-C ends it without a word. Its parent has them."""
-    let(signal.SIGINT, signal.SIG_DFL)
+    """For a process of a pool: Ctrl-C ends it without a word, where it ends its parent at all."""
+    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+        let(signal.SIGINT, signal.SIG_DFL)
 
 
 def run_tool(main: Callable[[], int]) -> NoReturn:

@@ -373,7 +373,9 @@ def _results(works: Sequence[Work], jobs: int, total: int) -> Iterator[tuple[Wor
             yield from ((work, attempt(work, lambda: bar.update(1))) for work in works)
             return
         context = multiprocessing.get_context("spawn")
-        with context.Manager() as manager:
+        with withheld(signal.SIGINT):
+            started = context.Manager()
+        with started as manager:
             steps = manager.Queue()
 
             def count() -> None:
