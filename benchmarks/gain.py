@@ -125,7 +125,7 @@ class Setting:
         for lengths in self.lengths:
             if name != schedule:
                 cut = Cut(by_cost=True, sliced=True, cost=cost)
-                self.ways.append(ways(cut, lengths.tolist(), row.devices))
+                self.ways.append(list(ways(cut, lengths.tolist(), row.devices)))
                 continue
             whole = GlobalBatch(0, lengths, (int(lengths.sum()),))
             cuts = {cut_by_tokens(whole, budget, cost): None for budget in row.budgets}

@@ -330,7 +330,8 @@ def of_a_run(run: Run, number: int) -> tuple[Planner, list[list[Batch]]]:
         raise ValueError("--batches must be at least 1")
     size = run.config.devices
     setup = planner_setup(run.config, run.parts, size, run.coefficients)
-    return Service(setup).planner, [ways(setup.cut, n, size) for n in run.lengths(number)]
+    cut = setup.cut
+    return Service(setup).planner, [list(ways(cut, n, size)) for n in run.lengths(number)]
 
 
 def compared(

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from megatron_flex.planner.build import Batch, ModelCosts
 from megatron_flex.planner.decision import Infeasible
+from megatron_flex.planner.lazy import Lazy
 from megatron_flex.planner.native_search import Cut, SearchProblem, v_steps
 from megatron_flex.planner.plan import Plan
 from megatron_flex.planner.plans import plan_of
@@ -79,7 +80,7 @@ class Finder:
             raise ValueError("the planner needs at least one way of cutting the batch")
         self.units = units
         self.elements = elements
-        self.pricers = tuple(Pricer(units, batch) for batch in batches)
+        self.pricers: Sequence[Pricer] = Lazy(len(batches), lambda i: Pricer(units, batches[i]))
         #: What was simulated of the batch, for another look at it (:mod:`trials`).
         self.simulated: dict[tuple[Plan, int], tuple[float, Placed]] = {}
         self._switches = switches or LiveSwitches(units)

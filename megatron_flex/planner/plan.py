@@ -43,6 +43,13 @@ class Stage:
     def __str__(self) -> str:
         return f"{self.start}:{self.stop}@{','.join(map(str, self.group))}"
 
+    def __hash__(self) -> int:
+        return self._hash  # layouts are looked up often
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.start, self.stop, self.group))
+
 
 @dataclass(frozen=True)
 class OPlan:

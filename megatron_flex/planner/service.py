@@ -340,13 +340,12 @@ class Service:
         self, finders: list[Finder], running: Running | None, count: int | None
     ) -> Decision:
         name, self._before = self._setup.options.planner, 0.0
-        batches = [pricer.batch for pricer in finders[0].pricers]
+        pricers = finders[0].pricers
         if name == "hbsa":
             # The paper's algorithm is for one way of cutting.
-            batch = batches[min(1, len(batches) - 1)]
-            return self._hbsa.decide(batch, running)
+            return self._hbsa.decide(pricers[min(1, len(pricers) - 1)].batch, running)
         if name == "exhaustive":
-            found = []
+            found, batches = [], [pricer.batch for pricer in pricers]
             for batch in batches:
                 tables = self._decider.elements.tables(batch)
                 cut = exhaustive(tables)

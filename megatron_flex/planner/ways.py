@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -11,6 +11,7 @@ from megatron_flex.data.cut import Cut
 from megatron_flex.data.global_batch import GlobalBatch
 from megatron_flex.data.microbatch import MicroBatch
 from megatron_flex.planner.build import Batch
+from megatron_flex.planner.lazy import Lazy
 
 SHARES = (1, 2, 4, 8, 16)
 """Micro-batches a device that the work of a batch may be divided into. With few large ones the
@@ -34,10 +35,14 @@ def batch_of(cut: Cut, lengths: Iterable[int], target: int = 0) -> Batch:
     return Batch.of(micro_batches(cut, lengths, target), cut.target(target))
 
 
-def ways(cut: Cut, lengths: Iterable[int], devices: int) -> list[Batch]:
-    """The ways of cutting a batch for so many devices: one, where the flags say how."""
+def ways(cut: Cut, lengths: Iterable[int], devices: int) -> Sequence[Batch]:
+    """The ways of cutting a batch for so many devices: one, where the flags say how.
+
+    Each is cut when it is looked at.
+    """
     known = tuple(lengths)
-    return [batch_of(cut, known, target) for target in targets(cut, known, devices)]
+    found = targets(cut, known, devices)
+    return Lazy(len(found), lambda way: batch_of(cut, known, found[way]))
 
 
 def targets(cut: Cut, lengths: tuple[int, ...], devices: int) -> list[int]:

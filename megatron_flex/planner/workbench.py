@@ -12,6 +12,7 @@ from megatron_flex.cluster.profile import Profile
 from megatron_flex.model.config import ModelConfig
 from megatron_flex.planner.build import Batch, ModelCosts
 from megatron_flex.planner.candidates import Candidate, Finder
+from megatron_flex.planner.closed_form import LONGEST
 from megatron_flex.planner.fit import Fitter
 from megatron_flex.planner.limits import allowance
 from megatron_flex.planner.maker import Maker
@@ -69,12 +70,12 @@ class Workbench:
 
     def finder(self, batches: Sequence[Batch]) -> Finder:
         """For candidates of one batch; warns where the profile is extrapolated."""
-        if not self._warned:
+        profile = self.units.profile
+        if not self._warned and profile.tokens[1] < LONGEST:  # a closed form holds for all lengths
             tokens = [b.tokens for b in batches]
             low, high = min(float(t.min()) for t in tokens), max(float(t.max()) for t in tokens)
             # One sample alone has tokens**2 pairs, so this is the longest it can be.
             longest = max(float(b.squares.max()) for b in batches) ** 0.5
-            profile = self.units.profile
             self._warned = profile.warn_outside((int(low), int(high)), int(longest)) is not None
         return Finder(self.units, self.elements, batches, self.switches)
 

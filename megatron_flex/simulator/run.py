@@ -5,7 +5,7 @@ Nothing depends on clocks or on chance: the same arguments give the same records
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -224,7 +224,7 @@ class PlannedRun:
         static = self._lookahead.static if self._lookahead is not None else None
         return planned_flags(self._setting, self._preset, static)
 
-    def _ways(self, number: int) -> list[Batch]:
+    def _ways(self, number: int) -> Sequence[Batch]:
         return ways(self._cut, self._span.source.batch(number), self._setting.devices)
 
     def _finder(self, number: int) -> Finder:
