@@ -20,7 +20,7 @@ VENV ?= .venv
 PYTHON ?=
 PYTEST_ARGS ?=
 MUTANTS_ARGS ?=
-JOBS ?= $(shell n=$$(env -u OMP_NUM_THREADS nproc 2>/dev/null || echo 2); echo $$((n < 8 ? n + 1 : 8)))
+JOBS ?= $(shell n=$$(env -u OMP_NUM_THREADS nproc 2>/dev/null || echo 2); echo $$((n < 8 ? n : 8)))
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
@@ -50,8 +50,8 @@ export PYTHONPATH := $(CURDIR)
 demo: $(VENV)/.runtime $(LIBRARY)
 	PATH="$(abspath $(BIN)):$$PATH" bash examples/demo.sh
 
-# JOBS processes share the files, the long ones first (tests/order.py). Many tests start workers and
-# wait for them, so there is one process more than there are cores, if few.
+# JOBS processes share the files, the long ones first (tests/order.py): as many as there are cores,
+# since what tests start computes, too.
 test: lint
 ifeq ($(PYTEST_ARGS),)
 	$(BIN)/python -m pytest -q --durations=40 -n $(JOBS) --dist loadfile --no-loadscope-reorder

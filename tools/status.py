@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import shutil
+import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -55,6 +56,8 @@ def main(given: Sequence[str] | None = None) -> int:
         if args.once or not sys.stdout.isatty():
             print("\n".join(status(tail)))
             return 0
+        # It ends no other way, also where the shell that started it ignores Ctrl-C.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         while True:
             size = shutil.get_terminal_size()
             shown = "\n".join(fitted(status(tail), size.columns, size.lines))

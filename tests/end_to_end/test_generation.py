@@ -47,17 +47,15 @@ def test_completions_at_validation_are_those_of_the_checkpoint(
 ) -> None:
     saved = str(tmp_path / "checkpoints")
     found, _ = train(workers, size, tmp_path, "--flexpipe-plan", PLANS[size], "--save", saved)
-    # After two iterations, after four, and at the end.
-    assert [r.iteration for r in found] == [2] * 5 + [4] * 10
-    assert found[5:10] == found[10:]
+    assert [r.iteration for r in found] == [2] * 5 + [4] * 5
     assert [r.prompt for r in found[:5]] == list(PROMPTS)
     out = tmp_path / "out.jsonl"
     words = ["--load", saved, "--prompts", *PROMPTS,
              "--num-tokens-to-generate", "7", "--output-path", str(out)]  # fmt: skip
     assert generate.main(words) == 0, capsys.readouterr().err
     there = [json.loads(line) for line in out.read_text().splitlines()]
-    assert [r.completion for r in found[10:]] == [r["completion"] for r in there]
-    assert [(r.tokens, r.ended) for r in found[10:]] == [
+    assert [r.completion for r in found[5:]] == [r["completion"] for r in there]
+    assert [(r.tokens, r.ended) for r in found[5:]] == [
         (len(r["tokens"]), r["ended"]) for r in there
     ]
 

@@ -477,7 +477,7 @@ def test_the_status_of_a_real_run(pages: Pages, capsys: pytest.CaptureFixture[st
     assert status.main([str(pages.directory / "scripted"), "--once"]) == 0
     printed = capsys.readouterr().out
     assert f"{ITERATIONS} of {ITERATIONS} (100 %)" in printed
-    assert "(1,1,1) -> (2) at iteration 19" in printed
+    assert "(1,1,1) on 2 -> (2) at iteration 19" in printed
     assert "(3 in all)" in printed
 
 

@@ -15,8 +15,10 @@ from megatron_flex.planner.pace import CROWDED_PART, LEAST, MOST, PART, START, W
 def test_as_many_as_fit_into_a_part_of_the_iteration(part: float) -> None:
     pace = Pace(part)
     assert pace.simulations(2.0) == round(part * 2.0 * START)
-    pace.took(101, 1.2, before=0.2)  # 101 a second, and 0.2 s before any
-    rate, before = START + WEIGHT * (101 - START), WEIGHT * 0.2
+    pace.took(1001, 2.02, before=0.02)  # 500.5 a second, and 0.02 s before any
+    assert pace.simulations(2.0) == round((part * 2.0 - 0.02) * 500.5)
+    pace.took(300, 1.04, before=0.04)  # 300 a second
+    rate, before = 500.5 + WEIGHT * (300 - 500.5), 0.02 + WEIGHT * 0.02
     assert pace.simulations(2.0) == round((part * 2.0 - before) * rate)
     assert pace.simulations(1e-6) == LEAST
     assert pace.simulations(1e6) == MOST
