@@ -15,7 +15,7 @@ from typing import NoReturn
 
 from megatron_flex import __version__
 from megatron_flex.entry import pretrain_main
-from megatron_flex.signals import INTERRUPTED
+from megatron_flex.signals import run_tool
 
 PACKAGE = Path(__file__).resolve().parent
 INSTALLED = "megatron_flex_tools"
@@ -91,9 +91,9 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
         sys.exit(
             f"error: there is no command {name!r}; there are {', '.join([*PRETRAIN, *tools()])}"
         )
-    try:
+
+    def tool() -> int:
         runpy.run_path(str(path), run_name="__main__")
-    except KeyboardInterrupt:  # while it imports; later it is the tool's
-        print("interrupted", file=sys.stderr)
-        sys.exit(INTERRUPTED)
-    sys.exit(0)
+        return 0
+
+    run_tool(tool)

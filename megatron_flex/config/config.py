@@ -21,7 +21,7 @@ from megatron_flex.config.profiling import ProfilingOptions
 from megatron_flex.config.recompute import RecomputeOptions
 from megatron_flex.config.tokenizer import TokenizerOptions
 from megatron_flex.config.training import TrainingOptions
-from megatron_flex.model.config import FP8_ALIGNMENT, ModelConfig
+from megatron_flex.model.config import ModelConfig, fp8_alignment
 
 Architecture = Literal["gpt", "bert"]
 
@@ -130,10 +130,8 @@ class Config:
     def alignment(self) -> int:
         """The tokens of every micro-batch are padded to a multiple of this."""
         given = self.flexpipe.flexpipe_align_tokens
-        if given is not None:
-            return given
         p = self.precision
-        return 1 if p.fp8_format is None else FP8_ALIGNMENT[p.fp8_recipe]
+        return fp8_alignment(p.fp8_format, p.fp8_recipe) if given is None else given
 
     @property
     def devices(self) -> int:

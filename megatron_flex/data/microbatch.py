@@ -93,10 +93,5 @@ class MicroBatch:
         Padding goes behind all slices; where samples are padded anyway, behind each of them.
         """
         if self.padded:
-            return replace(self, padded=round_up(self.padded, multiple))
+            return replace(self, padded=-(-self.padded // multiple) * multiple)
         return replace(self, tail=self.tail + -self.tokens % multiple)
-
-
-def round_up(tokens: int, multiple: int) -> int:
-    """The least multiple that is not below ``tokens``."""
-    return -(-tokens // multiple) * multiple

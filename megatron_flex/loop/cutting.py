@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from megatron_flex.arguments import plan_of
 from megatron_flex.cluster.profile import Profile
 from megatron_flex.config.config import Config
@@ -19,9 +21,17 @@ def run_cut(
 ) -> Cut:
     """How a run's batches are cut; ``profile``: what was measured of its layers."""
     align = config.alignment
-    tokens, count = config.data.micro_batch_tokens, config.training.micro_batch_size
+    found = _unaligned(config, cost, model, profile)
+    tokens, slices = found.tokens, found.slice_tokens
     if tokens is not None:  # padding included
         tokens -= tokens % align
+    return replace(found, tokens=tokens, slice_tokens=slices - slices % align, align=align)
+
+
+def _unaligned(
+    config: Config, cost: CostCoefficients, model: ModelConfig, profile: Profile | None
+) -> Cut:
+    tokens, count = config.data.micro_batch_tokens, config.training.micro_batch_size
     f, gpt = config.flexpipe, config.architecture == "gpt"
     how = f.flexpipe_batching
     if how == "dynapipe":
@@ -29,19 +39,16 @@ def run_cut(
         return Cut(pad=how, dynapipe=known, cost=cost)
     if how in _PADS:
         length = config.model.seq_length if how == "pad-all" else 0
-        return Cut(tokens, count, pad=_PADS[how], pad_to=length, align=align, cost=cost)
+        return Cut(tokens, count, pad=_PADS[how], pad_to=length, cost=cost)
     # Without either flag the plan says how: the planner's, or a recorded one. With exact sums all
     # runs cut alike, planned or not: another cut has other bits.
     flexible = count is None and (f.flexpipe or f.flexpipe_bitwise or tokens is None)
     if how == "slices":
-        return Cut(tokens, None, 0, by_cost=True, sliced=gpt, align=align, cost=cost)
+        return Cut(tokens, None, 0, by_cost=True, sliced=gpt, cost=cost)
     wanted = 0 if how == "pack" else f.slice_tokens
     if wanted is None:
         # BERT looks at all tokens of a sample: it cannot be cut.
-        by_cost = flexible and (gpt or tokens is None)
-        return Cut(tokens, count, 0, by_cost, gpt, cost, align=align)
-    wanted -= wanted % align
+        return Cut(tokens, count, 0, flexible and (gpt or tokens is None), gpt, cost)
     if wanted and tokens is None and count is None:
         tokens = wanted
-    by_cost = flexible and tokens is None
-    return Cut(tokens, count, wanted, by_cost=by_cost, align=align, cost=cost)
+    return Cut(tokens, count, wanted, by_cost=flexible and tokens is None, cost=cost)

@@ -29,6 +29,7 @@ from megatron_flex.loop.questions import Run
 from megatron_flex.model.config import ModelConfig
 from megatron_flex.model.layers import Kind
 from megatron_flex.planner.plan import PlanError
+from megatron_flex.planner.tensor import check_profile
 from megatron_flex.profiling import Samples, Shape, Workbench, aligned, fit, grid, measure
 from megatron_flex.runtime.machine import machine_name
 from megatron_flex.runtime.world import World, server_size
@@ -105,13 +106,10 @@ def _kept(config: Config, parts: Parts, world: World) -> str | None:
     try:
         profile = Profile.load(Path(config.checkpoint.load) / FILE)
         profile.check_model(parts.model)
+        check_profile(profile, tensor_of(config))
     except ProfileError:
         return None
-    tensor = tensor_of(config)
-    alike = profile.machine == machine_name(world.device)
-    if not alike or (profile.tensor, profile.sequence) != (tensor.size, tensor.sequence):
-        return None
-    return profile.to_json()
+    return None if profile.doubt(machine_name(world.device)) else profile.to_json()
 
 
 def _keep(profile: Profile, directory: Path) -> None:

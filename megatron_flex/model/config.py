@@ -16,6 +16,13 @@ Fp8Recipe = Literal["tensorwise", "mxfp8", "blockwise"]
 FP8_ALIGNMENT: dict[str, int] = {"tensorwise": 16, "mxfp8": 32, "blockwise": 128}
 """Rows and columns of every matrix that an fp8 product takes are multiples of this: what the tensor
 cores want, and the blocks of tokens and of channels that have a scale each."""
+
+
+def fp8_alignment(fp8_format: Fp8Format | None, recipe: Fp8Recipe) -> int:
+    """What the tokens of a micro-batch must be a multiple of."""
+    return 1 if fp8_format is None else FP8_ALIGNMENT[recipe]
+
+
 IMPLEMENTATION = ("transformer_impl", "fp8_format", "fp8_recipe", "persist_layer_norm")
 """Fields that say how a model is computed. Its parameters, and what they mean, are the same."""
 
@@ -109,7 +116,7 @@ class ModelConfig:
     @property
     def alignment(self) -> int:
         """The tokens of a micro-batch must be a multiple of this."""
-        return 1 if self.fp8_format is None else FP8_ALIGNMENT[self.fp8_recipe]
+        return fp8_alignment(self.fp8_format, self.fp8_recipe)
 
     @property
     def qkv_bias(self) -> bool:

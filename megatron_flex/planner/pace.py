@@ -15,6 +15,11 @@ WEIGHT = 0.2
 """Of the latest decision, in the rate; the first one is all that is known."""
 
 
+def part_of(width: int, part: float = PART) -> float:
+    """The part where each device of a plan stands for ``width``; ``part``: where it is one."""
+    return min(part, LARGE_PART) if width > 1 else part
+
+
 class Pace:
     """Measures how long decisions take: what comes before any simulation, and one of these.
 

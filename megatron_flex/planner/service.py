@@ -41,7 +41,7 @@ from megatron_flex.planner.limits import MARGIN
 from megatron_flex.planner.lookahead import FIRST, Lookahead
 from megatron_flex.planner.maker import Made
 from megatron_flex.planner.messages import Answer, Done, Question, Setup, Task
-from megatron_flex.planner.pace import LARGE_PART, Pace
+from megatron_flex.planner.pace import Pace, part_of
 from megatron_flex.planner.package import digest, pack
 from megatron_flex.planner.plan import Plan, PlanError
 from megatron_flex.planner.planner import Planner
@@ -84,7 +84,7 @@ class Service:
         self._before = 0.0  # seconds of the latest decision before its simulations
         self._pool = Pool.empty()
         self._width = self._possible_width
-        self._pace = Pace(min(setup.part, LARGE_PART) if self._width > 1 else setup.part)
+        self._pace = Pace(part_of(self._width, setup.part))
         self._plan_with(1.0)
 
     def _plan_with(self, memory_factor: float) -> None:

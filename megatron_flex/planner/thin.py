@@ -14,7 +14,7 @@ much less of its state. What is given up are groups of devices that are no multi
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 
@@ -70,13 +70,12 @@ def thin_plan(plan: Plan, width: int) -> Plan | None:
             if _wide(parts, width) != stage.group:
                 return None
             groups[stage.group] = parts
-    return replace(plan, stages=tuple(Stage(s.start, s.stop, groups[s.group]) for s in plan.stages))
+    return _regrouped(plan, groups)
 
 
 def wide_plan(plan: Plan, width: int) -> Plan:
     """The plan of all devices that a thin one stands for."""
-    groups = {s.group: _wide(s.group, width) for s in plan.stages}
-    return replace(plan, stages=tuple(Stage(s.start, s.stop, groups[s.group]) for s in plan.stages))
+    return _regrouped(plan, {s.group: _wide(s.group, width) for s in plan.stages})
 
 
 def wide_decision(decision: Decision, width: int) -> Decision:
@@ -124,6 +123,10 @@ def part(
         return loads[number] / devices + costs[parts[number][0]], -number
 
     return tuple(lengths[i] for i in sorted(parts[max(known, key=seconds)]))
+
+
+def _regrouped(plan: Plan, groups: Mapping[tuple[int, ...], tuple[int, ...]]) -> Plan:
+    return replace(plan, stages=tuple(Stage(s.start, s.stop, groups[s.group]) for s in plan.stages))
 
 
 def _wide(group: Sequence[int], width: int) -> tuple[int, ...]:

@@ -18,7 +18,7 @@ from megatron_flex.planner.hbsa import Hbsa, PeakFit
 from megatron_flex.planner.lookahead import Lookahead
 from megatron_flex.planner.messages import Setup
 from megatron_flex.planner.optimise import optimised
-from megatron_flex.planner.pace import LARGE_PART, LEAST, MOST, PART, START
+from megatron_flex.planner.pace import Pace, part_of
 from megatron_flex.planner.plan import Plan
 from megatron_flex.planner.planner import DEFAULT_SIMULATIONS, Planner
 from megatron_flex.planner.plans import groups_of
@@ -282,8 +282,8 @@ class PlannedRun:
             return DEFAULT_SIMULATIONS  # no iteration waits for it
         if self._span.simulations is not None:
             return self._span.simulations
-        part = LARGE_PART if self._setting.width > 1 else PART
-        return round(min(max(part * self._running.seconds * START, LEAST), MOST))
+        # At the rate of a run's begin, so that nothing depends on clocks.
+        return Pace(part_of(self._setting.width)).simulations(self._running.seconds)
 
     def _outcome(self, decision: Decision, pricer: Pricer) -> tuple[Prediction, float]:
         """What the iteration takes, and seconds besides: waits for the host."""

@@ -19,11 +19,10 @@ double.install()
 
 from megatron_flex.model.blocks import build_block
 from megatron_flex.model.config import ModelConfig, local
-from megatron_flex.model.tape import Tape, recording
 from megatron_flex.planner.plan import Plan
 from megatron_flex.runtime.holdings import Holdings
-from megatron_flex.runtime.recompute import recomputed
 from tests.close import assert_close
+from tests.engine.passes import half_trained
 from tests.unit.model.support import build_model, make_batch, make_bert, make_config, run
 
 CPU = torch.device("cpu")
@@ -56,25 +55,7 @@ def train(held: Holdings, lengths: list[tuple[int, ...]], *, split: bool, again:
     dict[str, torch.Tensor]
 ):  # fmt: skip
     """Losses, and gradients after several micro-batches; weight halves in reverse order."""
-    blocks = [held.blocks[u.index] for u in held.config.layers.units]
-    losses, tapes = [], []
-    for seed, one in enumerate(lengths):
-        batch = make_batch(one, held.config, seed=seed)
-        tail = -batch.num_tokens % held.config.alignment
-        batch = batch.with_tail(tail) if tail else batch
-        tape = Tape() if split else None
-        hidden: torch.Tensor | None = None
-        for block in blocks:
-            if again and hidden is not None and block is not blocks[-1]:
-                hidden = recomputed(block, hidden, batch)
-                continue
-            with recording(tape):
-                hidden = block(hidden, batch)
-        assert hidden is not None
-        hidden.sum().backward()
-        losses.append(hidden.detach())
-        if tape is not None:
-            tapes.append(tape)
+    losses, tapes = half_trained(held, lengths, CPU, split=split, again=again)
     before = {s.index: s.grads.clone() for s in held}
     for tape in reversed(tapes):
         tape.run()

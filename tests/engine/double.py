@@ -191,27 +191,26 @@ class LayerNormLinear(TransformerEngineBaseModule):
         return self._product(normed, is_first_microbatch)
 
 
-class LayerNorm(nn.LayerNorm):
-    """``transformer_engine.pytorch.LayerNorm``."""
+class _Alone(nn.Module):
+    """What norms that stand alone are given."""
 
     def __init__(self, **given: Any) -> None:
-        given = bound("LayerNorm.__init__", given)
+        given = bound(f"{type(self).__name__}.__init__", given)
+        # The class of PyTorch's that comes next.
         super().__init__(given["hidden_size"], given["eps"], device=given["device"],
                          dtype=given["params_dtype"])  # fmt: skip
         self.plus = 1.0 if given["zero_centered_gamma"] else 0.0
+
+
+class LayerNorm(_Alone, nn.LayerNorm):
+    """``transformer_engine.pytorch.LayerNorm``."""
 
     def forward(self, x: Tensor) -> Tensor:
         return layer_norm(x, self.weight.shape, self.weight + self.plus, self.bias, self.eps)
 
 
-class RMSNorm(nn.RMSNorm):
+class RMSNorm(_Alone, nn.RMSNorm):
     """``transformer_engine.pytorch.RMSNorm``."""
-
-    def __init__(self, **given: Any) -> None:
-        given = bound("RMSNorm.__init__", given)
-        super().__init__(given["hidden_size"], given["eps"], device=given["device"],
-                         dtype=given["params_dtype"])  # fmt: skip
-        self.plus = 1.0 if given["zero_centered_gamma"] else 0.0
 
     def forward(self, x: Tensor) -> Tensor:
         return rms_norm(x, self.weight.shape, self.weight + self.plus, self.eps)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 import time
@@ -14,9 +15,28 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from tests.end_to_end import runs
 from tests.ports import held_port
 
 ROOT = Path(__file__).resolve().parents[2]
+SECONDS = 150.0
+"""Longest time of a job."""
+
+
+def flags_of(directory: Path, iterations: int, more: str = "") -> list[str]:
+    """Of a training on documents that are written to ``directory``."""
+    prefix = runs.write_documents(directory / "text")
+    # Kernels with keyed attention dropout are for the CPU only; hidden dropout stays on.
+    words = f"--data-path {prefix} --split 1,0,0 --train-iters {iterations} --attention-dropout 0"
+    return [*runs.MODEL, *runs.TRAINING, *shlex.split(f"{words} {more}")]
+
+
+def losses_on_the_cpu(directory: Path, flags: Sequence[str], iterations: int) -> list[float]:
+    """Those of one worker."""
+    with Launch(directory, flags, gpu=False) as job:
+        job.wait(SECONDS)
+        assert len(job.losses()) == iterations
+        return job.losses()
 
 
 class Launch:

@@ -5,7 +5,6 @@ What needs no GPU of it is in ``tests/unit/model/test_engine.py``.
 
 from __future__ import annotations
 
-import shlex
 from pathlib import Path
 from typing import Any
 
@@ -15,17 +14,15 @@ import torch
 from megatron_flex.model.check_layers import check_layers, engine_version
 from megatron_flex.model.config import ModelConfig, local
 from megatron_flex.model.modules import ApexNorm, fused_layer_norm
-from megatron_flex.model.tape import Tape, recording
 from megatron_flex.planner.plan import Plan
 from megatron_flex.runtime.holdings import Holdings
 from megatron_flex.runtime.optimizer import OptimizerConfig, StepSize, update
-from megatron_flex.runtime.recompute import recomputed
 from megatron_flex.runtime.slab import Buffers, Slab, SlabLayout
 from tests.close import assert_close, assert_numbers_close
-from tests.end_to_end import runs
-from tests.gpu.launch import Launch
+from tests.engine.passes import half_trained
+from tests.gpu.launch import SECONDS, Launch, flags_of
 from tests.gpu.test_model import LLAMA
-from tests.unit.model.support import make_batch, make_bert, make_config
+from tests.unit.model.support import make_bert, make_config
 
 cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 engine = pytest.mark.skipif(engine_version() is None, reason="needs Transformer Engine")
@@ -59,25 +56,7 @@ def hold(config: ModelConfig) -> Holdings:
 
 def train(held: Holdings, *, split: bool = False, again: bool = False) -> dict[str, torch.Tensor]:
     """Losses, and gradients of all slabs, after several micro-batches."""
-    blocks = [held.blocks[u.index] for u in held.config.layers.units]
-    losses, tapes = [], []
-    for seed, lengths in enumerate(LENGTHS):
-        batch = make_batch(lengths, held.config, seed=seed)
-        tail = -batch.num_tokens % held.config.alignment
-        batch = (batch.with_tail(tail) if tail else batch).to(DEVICE)
-        tape = Tape() if split else None
-        hidden: torch.Tensor | None = None
-        for block in blocks:
-            if again and hidden is not None and block is not blocks[-1]:
-                hidden = recomputed(block, hidden, batch)
-                continue
-            with recording(tape):
-                hidden = block(hidden, batch)
-        assert hidden is not None
-        hidden.sum().backward()
-        losses.append(hidden.detach())
-        if tape is not None:
-            tapes.append(tape)
+    losses, tapes = half_trained(held, LENGTHS, DEVICE, split=split, again=again)
     for tape in reversed(tapes):
         tape.run()
     found = {f"gradients of slab {s.index}": s.grads.clone() for s in held}
@@ -186,18 +165,13 @@ def test_updates_are_those_of_the_optimizers_that_megatron_takes(module: str) ->
 
 
 ITERATIONS = 8
-SECONDS = 150.0
 CHANGING = "0:3@0 | 3:8@1\n0:5@1 | 5:8@0\n0:8@0,1\n0:4@0 | 4:8@1 ; recompute 1 ; activations 2\n"
 
 
 @pytest.fixture(scope="module")
 def flags(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    prefix = runs.write_documents(tmp_path_factory.mktemp("data") / "text")
-    more = (
-        f"--data-path {prefix} --split 1,0,0 --train-iters {ITERATIONS} --attention-dropout 0"
-        " --bf16 --transformer-impl transformer_engine --micro-batch-tokens 64"
-    )
-    return [*runs.MODEL, *runs.TRAINING, *shlex.split(more)]
+    more = "--bf16 --transformer-impl transformer_engine --micro-batch-tokens 64"
+    return flags_of(tmp_path_factory.mktemp("data"), ITERATIONS, more)
 
 
 @cuda

@@ -16,13 +16,11 @@ import torch.distributed as dist
 from megatron_flex.model.tensor_group import TensorGroup
 from megatron_flex.runtime.groups import ReductionGroups, make_group
 from tests.close import assert_numbers_close
-from tests.end_to_end import runs
-from tests.gpu.launch import Launch
+from tests.gpu.launch import SECONDS, Launch, flags_of, losses_on_the_cpu
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 ITERATIONS = 8
-SECONDS = 150.0
 TOLERANCE = 1e-4
 LIMIT = timedelta(seconds=60)
 SHARED = "--tensor-model-parallel-size 2"
@@ -44,18 +42,12 @@ WAYS = {
 
 @pytest.fixture(scope="module")
 def flags(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    prefix = runs.write_documents(tmp_path_factory.mktemp("data") / "text")
-    more = f"--data-path {prefix} --split 1,0,0 --train-iters {ITERATIONS} --attention-dropout 0"
-    return [*runs.MODEL, *runs.TRAINING, *shlex.split(more)]
+    return flags_of(tmp_path_factory.mktemp("data"), ITERATIONS)
 
 
 @pytest.fixture(scope="module")
 def expected(flags: list[str], tmp_path_factory: pytest.TempPathFactory) -> list[float]:
-    """The losses of one worker on the CPU."""
-    with Launch(tmp_path_factory.mktemp("cpu"), flags, gpu=False) as job:
-        job.wait(SECONDS)
-        assert len(job.losses()) == ITERATIONS
-        return job.losses()
+    return losses_on_the_cpu(tmp_path_factory.mktemp("cpu"), flags, ITERATIONS)
 
 
 @pytest.mark.parametrize("backend", ["gloo", "nccl"])

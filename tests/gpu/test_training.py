@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from pathlib import Path
 
 import pytest
@@ -11,13 +10,11 @@ import torch
 from megatron_flex.twinlayer.location import DIRECTORY, socket_of
 from megatron_flex.twinlayer.manager import stop
 from tests.close import assert_numbers_close
-from tests.end_to_end import runs
-from tests.gpu.launch import Launch
+from tests.gpu.launch import SECONDS, Launch, flags_of, losses_on_the_cpu
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 ITERATIONS = 12
-SECONDS = 150.0
 # The bits differ from the CPU's, and what Adam makes of a difference grows with the iterations.
 TOLERANCE = 1e-4
 PIPELINES = {
@@ -37,19 +34,12 @@ OPTIMISED = (
 
 @pytest.fixture(scope="module")
 def flags(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    prefix = runs.write_documents(tmp_path_factory.mktemp("data") / "text")
-    # Kernels with keyed attention dropout are for the CPU only; hidden dropout stays on.
-    more = f"--data-path {prefix} --split 1,0,0 --train-iters {ITERATIONS} --attention-dropout 0"
-    return [*runs.MODEL, *runs.TRAINING, *shlex.split(more)]
+    return flags_of(tmp_path_factory.mktemp("data"), ITERATIONS)
 
 
 @pytest.fixture(scope="module")
 def expected(flags: list[str], tmp_path_factory: pytest.TempPathFactory) -> list[float]:
-    """The losses of one worker on the CPU."""
-    with Launch(tmp_path_factory.mktemp("cpu"), flags, gpu=False) as job:
-        job.wait(SECONDS)
-        assert len(job.losses()) == ITERATIONS
-        return job.losses()
+    return losses_on_the_cpu(tmp_path_factory.mktemp("cpu"), flags, ITERATIONS)
 
 
 @pytest.mark.parametrize("size", PIPELINES)
