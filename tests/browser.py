@@ -144,6 +144,7 @@ class Browser:
         found = Page(self, session)
         for domain in ("Page", "Runtime", "Log", "Network"):
             found.call(f"{domain}.enable")
+        found.call("Performance.enable", timeDomain="threadTicks")
         found.resize(**options)
         return found
 
@@ -178,6 +179,12 @@ class Page:
         self.call("Page.navigate", url=path.resolve().as_uri())
         self.wait(ready)
         return time.monotonic() - began
+
+    @property
+    def busy(self) -> float:
+        """Processor seconds that the page has taken of its thread, whatever else computes."""
+        metrics = self.call("Performance.getMetrics")["metrics"]
+        return float(next(m["value"] for m in metrics if m["name"] == "TaskDuration"))
 
     def run(self, script: str) -> Any:
         """The value of an expression there."""

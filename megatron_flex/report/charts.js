@@ -31,6 +31,33 @@ function path(chart, run, values, positions) {
   return text;
 }
 const middle = (run, i) => run.iteration[i] + (run.group - 1) / 2;
+/** Whether so many positions are in view that a line would be a smear. */
+const dense = (chart, a, b) => b - a > 2 * chart.inner;
+/** The least of one column and the most of another between two positions; null where there is none. */
+function ends(low, high, from, to) {
+  let l = Infinity, h = -Infinity;
+  for (let i = from; i < to; i += 1) if (low[i] !== null) { l = Math.min(l, low[i]); h = Math.max(h, high[i]); }
+  return h < l ? [null, null] : [l, h];
+}
+/** The mean of a column between two positions; null where there is none. */
+function mean(values, from, to) {
+  let sum = 0, count = 0;
+  for (let i = from; i < to; i += 1) if (values[i] !== null) { sum += values[i]; count += 1; }
+  return count ? sum / count : null;
+}
+/** The polygon from the least to the most of what shares a pixel. */
+function band(chart, run, low, high, a, b) {
+  const step = Math.max(1, (b - a) / chart.inner), up = [], down = [];
+  for (let p = 0; a + p * step < b; p += 1) {
+    const from = Math.floor(a + p * step), to = Math.min(b, Math.max(from + 1, Math.floor(a + (p + 1) * step)));
+    const [l, h] = ends(low, high, from, to);
+    if (l === null) continue;
+    const x = chart.x((middle(run, from) + middle(run, to - 1)) / 2).toFixed(1);
+    up.push(`${x},${chart.y(h).toFixed(1)}`);
+    down.push(`${x},${chart.y(l).toFixed(1)}`);
+  }
+  return up.concat(down.reverse()).join(" ");
+}
 /** Means over a window around each value. */
 function smooth(values, window) {
   const found = new Array(values.length);
@@ -44,12 +71,18 @@ function smooth(values, window) {
 }
 
 /**
- * Lines of several columns. series(): [{name, colour, run, values, dash, points, smooth}]
+ * Lines of several columns. series(): [{name, colour, run, values, least, most, dash, plain, smooth}];
+ * least and most: where each value is a mean, what it is of.
  */
 function lines(parent, spec) {
   const seen = (chart) => spec.series().filter((s) => s.values && !chart.hidden.has(s.name));
   return new Chart(parent, {
     height: 190, format: short, ...spec,
+    note(chart) {
+      const many = seen(chart).filter((s) => !s.plain);
+      if (many.some((s) => dense(chart, ...range(s.run)))) return "Bands are from the least to the most of the iterations that share a pixel, lines are running means: zoom in for single iterations.";
+      return many.some((s) => s.least) ? "Bands are from the least to the most of the iterations that each point is the mean of." : "";
+    },
     extent(chart) {
       let lo = Infinity, hi = -Infinity, any = false;
       for (const s of spec.series()) {
@@ -60,8 +93,8 @@ function lines(parent, spec) {
         for (let i = a; i < b; i += 1) {
           const v = s.values[i];
           if (v === null || (spec.log && v <= 0)) continue;
-          if (v < lo) lo = v;
-          if (v > hi) hi = v;
+          lo = Math.min(lo, s.least ? s.least[i] : v);
+          hi = Math.max(hi, s.most ? s.most[i] : v);
         }
       }
       if (!any) return null;
@@ -83,7 +116,11 @@ function lines(parent, spec) {
           const d = path(chart, s.run, values, sampled(values, from, to, Math.round(chart.inner)));
           if (d) parts.push(`<path clip-path="inset(0)" data-series="${escaped(s.name)}" d="${d}" style="${style}${more}"></path>`);
         };
-        if (s.smooth && b - a >= 60) {
+        const many = dense(chart, from, to) && !s.plain;
+        if (many || s.least)
+          parts.push(`<polygon points="${band(chart, s.run, s.least || s.values, s.most || s.values, from, to)}" style="fill:${s.colour};opacity:.25"></polygon>`);
+        if (many) draw(smooth(s.values, Math.round((b - a) / 200)));
+        else if (s.smooth && b - a >= 60) {
           draw(s.values, "stroke-width:1;opacity:.35");
           draw(smooth(s.values, Math.round((b - a) / 60)));
         } else draw(s.values);
@@ -110,6 +147,7 @@ function overRuns(columns) {
   return data.runs.flatMap((run, r) => columns.map(([name, field, colour, dash]) => ({
     name: several ? `${run.name}: ${name}` : name,
     colour: several ? colourOf(r) : `var(--${colour})`,
-    run, values: column(run, field), dash, smooth: field.endsWith("loss"),
+    run, values: column(run, field), least: column(run, `${field}_least`), most: column(run, `${field}_most`),
+    dash, smooth: field.endsWith("loss"),
   })));
 }

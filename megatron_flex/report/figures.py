@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from statistics import fmean
 from typing import Any
 
 from megatron_flex.report.read import Record, RunData
@@ -55,12 +56,16 @@ _PLAIN = {
 _MOST = {"memory", "memory_predicted", "length100", "simulations"}
 _LEAST = {"length0"}
 _SUMS = {"stall"}  # of the iterations that a point stands for
+_RANGED = ("tokens_per_second", "bubble")
+"""Means that have columns of the least and the most beside them, as losses do."""
 Column = list[float | None]
 
 
 @dataclass(frozen=True)
 class Columns:
     """The numbers of a run, one entry an iteration (or a group of iterations).
+
+    Of a group tokens a second, bubble and losses have ``NAME_least`` and ``NAME_most`` beside them.
 
     Attributes:
         first: the first iteration of each entry.
@@ -174,6 +179,11 @@ def columns(
     group = max(1, math.ceil(len(records) / longest))
     names = list(dict.fromkeys(name for row in rows for name in row))
     values = {name: grouped(name, [row.get(name) for row in rows], group) for name in names}
+    if group > 1:
+        for name in (n for n in names if n in losses or n in _RANGED):
+            column = [row.get(name) for row in rows]
+            values[f"{name}_least"] = grouped(name, column, group, min)
+            values[f"{name}_most"] = grouped(name, column, group, max)
     known = {name: v for name, v in values.items() if any(x is not None for x in v)}
     last = [min(i + group, len(records)) - 1 for i in range(0, len(records), group)]
     first = [records[i]["iteration"] for i in range(0, len(records), group)]
@@ -203,23 +213,24 @@ def _row(
     return row
 
 
-def grouped(name: str, values: Sequence[float | None], group: int) -> Column:
-    """A column in groups: means, but for what is the most, the least, or a sum of its nature."""
+def grouped(
+    name: str,
+    values: Sequence[float | None],
+    group: int,
+    of: Callable[[Sequence[float]], float] | None = None,
+) -> Column:
+    """A column in groups, each what ``of`` makes of it.
+
+    By default means, but for what is the most, the least, or a sum of its nature.
+    """
     if group == 1:
         return list(values)
+    own = max if name in _MOST else min if name in _LEAST else sum if name in _SUMS else fmean
+    of = of or own
     found: Column = []
     for i in range(0, len(values), group):
         known = [v for v in values[i : i + group] if v is not None]
-        if not known:
-            found.append(None)
-        elif name in _MOST:
-            found.append(max(known))
-        elif name in _LEAST:
-            found.append(min(known))
-        elif name in _SUMS:
-            found.append(sum(known))
-        else:
-            found.append(sum(known) / len(known))
+        found.append(of(known) if known else None)
     return found
 
 

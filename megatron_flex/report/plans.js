@@ -27,10 +27,8 @@ function lengths(parent) {
         const step = Math.max(1, Math.floor((b - a) / chart.inner));
         const up = [], down = [];
         for (let i = a; i < b; i += step) {
-          let l = Infinity, h = -Infinity;
-          for (let j = i; j < Math.min(b, i + step); j += 1)
-            if (lo[j] !== null) { l = Math.min(l, lo[j]); h = Math.max(h, hi[j]); }
-          if (h < l) continue;
+          const [l, h] = low === "length0" ? ends(lo, hi, i, Math.min(b, i + step)) : [mean(lo, i, Math.min(b, i + step)), mean(hi, i, Math.min(b, i + step))];
+          if (l === null) continue;
           const half = b - a <= 400 ? 0.45 * run.group : 0.5 * step * run.group;
           for (const x of [middle(run, i) - half, middle(run, i) + half]) {
             up.push(`${chart.x(x).toFixed(1)},${chart.y(h).toFixed(1)}`);
@@ -41,9 +39,10 @@ function lengths(parent) {
       }
       const half = column(run, "length50");
       if (half && !chart.hidden.has("median"))
-        parts.push(`<path d="${path(chart, run, half, sampled(half, a, b, Math.round(chart.inner)))}" style="fill:none;stroke:var(--strong);stroke-width:1.4"></path>`);
+        parts.push(`<path d="${path(chart, run, dense(chart, a, b) ? smooth(half, Math.round((b - a) / chart.inner)) : half, sampled(half, a, b, Math.round(chart.inner)))}" style="fill:none;stroke:var(--strong);stroke-width:1.4"></path>`);
       return parts.join("");
     },
+    note: (chart) => (dense(chart, ...range(shown())) ? "Where iterations share a pixel, the outermost band holds all of their samples; the others and the line are means." : ""),
     rows(at) {
       const run = shown(), i = position(run, at);
       const rows = [["longest", "length100"], ["90 % are below", "length90"], ["three quarters", "length75"],

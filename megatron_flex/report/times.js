@@ -80,9 +80,7 @@ function buckets(run, a, b, pixels, names) {
     const to = Math.min(b, i + step), values = {};
     let sum = 0;
     names.forEach((name, n) => {
-      let part = 0, count = 0;
-      for (let j = i; j < to; j += 1) if (columns[n][j] !== null) { part += columns[n][j]; count += 1; }
-      values[name] = count ? part / count : 0;
+      values[name] = mean(columns[n], i, to) || 0;
       sum += values[name];
     });
     found.push({ from: run.iteration[i], to: run.iteration[to - 1] + run.group - 1, values, sum });

@@ -142,6 +142,9 @@ def test_a_long_run_has_at_most_so_many_points() -> None:
     assert found.first == list(range(1, 24, 3))
     assert found.values["elapsed"][0] == 2.0
     assert found.values["elapsed"][-1] == 22.5
+    assert (found.values["lm loss_least"][0], found.values["lm loss_most"][0]) == (6.0, 8.0)
+    assert found.values["tokens_per_second_most"][-1] == pytest.approx(100.0 / 22.0)
+    assert "lm loss_least" not in columns(RunData("run", records)).values
 
 
 def test_switches_are_changes_of_the_layout_alone() -> None:
