@@ -3,11 +3,10 @@
 
     python benchmarks/copies.py [--mebibytes 512] [--repeats 5]
 
-Every figure is a median of interleaved repeats, in GB/s of bytes copied. Bytes are counted once; a
-cast counts half of what it reads and writes together, which is what a memcpy of as much traffic
-copies. memcpy runs on as many threads as the kernel beside it, each on its own part. All memory is
-touched before. The hand-over copies source to arena in one process and arena to target in another;
-the arena is shared memory.
+Every figure is a median of interleaved repeats, in GB/s of bytes copied, which are counted once.
+memcpy runs on as many threads as the kernel beside it, each on its own part. All memory is touched
+before. The hand-over copies source to arena in one process and arena to target in another; the
+arena is shared memory.
 """
 
 from __future__ import annotations
@@ -22,7 +21,6 @@ import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -89,7 +87,7 @@ def shared(size: int) -> Tensor:
 
 
 def row(name: str, size: int, seconds: dict[str, float]) -> None:
-    """One line of the table; ``size`` in bytes as the docstring counts them."""
+    """One line of the table; ``size`` in bytes."""
     rates = {arm: size / value / 1e9 for arm, value in seconds.items()}
     share = rates["kernel"] / rates["memcpy"]
     pytorch = f"{rates['pytorch']:8.2f}" if "pytorch" in rates else f"{'':8}"
@@ -110,62 +108,6 @@ def segments(size: int, each: int, threads: int, repeats: int) -> None:
     ):
         arms: dict[str, Arm] = {"kernel": arm, "memcpy": plain, "pytorch": torch_arm}
         row(f"{name}, segments of {label}", size, interleaved(arms, repeats))
-
-
-def casts(size: int, threads: int, repeats: int) -> None:
-    """fp32 to bfloat16 and back; the traffic of an element is 6 bytes, memcpy's 2 for each byte."""
-    count = size // 4
-    wide, narrow = torch.randn(count), torch.zeros(count, dtype=torch.bfloat16)
-    traffic = 3 * count
-    plain = Memcpy(touched(traffic), touched(traffic), traffic, threads)
-    for name, source, target in (
-        ("fp32 to bf16", wide, narrow),
-        ("bf16 to fp32", narrow, wide),
-    ):
-        arms: dict[str, Arm] = {
-            "kernel": partial(kernels.cast_copy, source, target, threads),
-            "memcpy": plain,
-            "pytorch": partial(target.copy_, source),
-        }
-        row(f"cast {name}, {count / 1e6:.0f} M elements", traffic, interleaved(arms, repeats))
-
-
-def varlen(size: int, threads: int, repeats: int) -> None:
-    """Rows of 4 KiB, samples of 1 to 512 rows in 512; written padding counts as copied."""
-    length, row_floats = 512, 1024
-    batch = size // (length * row_floats * 4)
-    lengths = torch.randint(1, length + 1, (batch,), dtype=torch.int32)
-    cu_seqlens = torch.cat([torch.zeros(1, dtype=torch.int32), lengths.cumsum(0).int()])
-    padded = torch.rand(batch, length, row_floats)
-    packed = kernels.varlen_pack(padded, cu_seqlens)
-    run = native.function
-    shape = (cu_seqlens.data_ptr(), batch, length, row_floats * 4, threads)
-    pair = (padded.data_ptr(), packed.data_ptr())
-    source, target = touched(padded.nbytes), touched(padded.nbytes)
-    mask = torch.arange(length)[None] < lengths[:, None]
-    zeros = torch.zeros_like(padded)
-
-    def pad_by_index() -> None:
-        zeros.zero_()
-        zeros[mask] = packed
-
-    for name, arm, torch_arm, size in (
-        (
-            "varlen pack",
-            lambda: run("mflex_varlen_pack")(*pair, *shape),
-            lambda: torch.masked_select(padded, mask[..., None], out=packed.view(-1)),
-            packed.nbytes,
-        ),
-        (
-            "varlen pad",
-            lambda: run("mflex_varlen_pad")(*pair[::-1], *shape),
-            pad_by_index,
-            padded.nbytes,
-        ),
-    ):
-        plain = Memcpy(source, target, size, threads)
-        arms: dict[str, Arm] = {"kernel": arm, "memcpy": plain, "pytorch": torch_arm}
-        row(f"{name}, rows of 4 KiB", size, interleaved(arms, repeats))
 
 
 def chunked_write(size: int, chunk: int, threads: int, repeats: int) -> None:
@@ -271,8 +213,6 @@ def main() -> None:
         print(f"\n{f'{threads} threads':<42}{'kernel':>8}{'memcpy':>8}{'share':>8}{'PyTorch':>8}")
         for each in (size, MIB, 64 << 10, 4 << 10):
             segments(size, each, threads, repeats)
-        casts(size, threads, repeats)
-        varlen(size, threads, repeats)
         for chunk in (MIB, 256 << 10):
             chunked_write(size, chunk, threads, repeats)
     torch.set_num_threads(1)

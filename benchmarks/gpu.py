@@ -152,28 +152,12 @@ def segments(bench: Bench) -> None:
         })  # fmt: skip
 
 
-def elements(bench: Bench) -> None:
-    """Casts, packing, dropout."""
-    count = bench.size // 4
-    wide = torch.randn(count, device=bench.device)
-    narrow = wide.to(torch.bfloat16)
-    cast = kernels.cast_copy
-    bench.against_copy("casts on the device", {
-        "fp32 to bf16": (lambda: cast(wide, narrow), 3 * count),
-        "bf16 to fp32": (lambda: cast(narrow, wide), 3 * count),
-    })  # fmt: skip
+def dropout(bench: Bench) -> None:
+    """Dropout."""
     length, hidden = 256, 1024
     batch = max(2, bench.size // (4 * length * hidden))
     lengths = torch.randint(1, length + 1, (batch,), dtype=torch.int32)
-    offsets = torch.cat([torch.zeros(1, dtype=torch.int32), lengths.cumsum(0).int()])
-    cu = offsets.to(bench.device)
-    padded = torch.randn(batch, length, hidden, device=bench.device)
-    packed = kernels.varlen_pack(padded, cu)
-    run = kernels._varlen
-    bench.against_copy("varlen on the device, rows of 4 KiB", {
-        "pack": (lambda: run("varlen_pack", padded, packed, cu, length, 0), packed.nbytes),
-        "pad": (lambda: run("varlen_pad", packed, padded, cu, length, 0), padded.nbytes),
-    })  # fmt: skip
+    packed = torch.randn(int(lengths.sum()), hidden, device=bench.device)
     keys = token_keys(1, range(batch), [0] * batch, lengths.tolist()).to(bench.device)
     for dtype in (torch.float32, torch.bfloat16):
         x, residual = packed.to(dtype), torch.ones_like(packed, dtype=dtype)
@@ -501,7 +485,7 @@ def main() -> None:
     print(", ".join(f"{key} {value}" for key, value in about.items()))
     failed = []
     parts: list[Callable[[Bench], None]] = [
-        segments, elements, link, hand_over, attention, updates, layers,
+        segments, dropout, link, hand_over, attention, updates, layers,
     ]  # fmt: skip
     if arguments.iterations:
         parts.append(training)

@@ -1,4 +1,4 @@
-"""The copy kernels, called with tensors: segments, casts, varlen packing, chunks with flags.
+"""The copy kernels, called with tensors: segments, and chunks with flags.
 
 On the CPU each runs on ``threads`` native threads (0: all cores that the process may use) without
 the interpreter lock. On CUDA each is one launch on the current stream. Sizes are in bytes.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from functools import cache
 from itertools import accumulate
 
 import torch
@@ -76,61 +75,6 @@ class SegmentCopy:
             native.function("mflex_segment_copy")(*rows[:3], self._count, threads)
         else:
             _cuda("segment_copy", self._device, *rows, self._count, self._tiles, TILE_BYTES)
-
-
-def cast_copy(source: Tensor, target: Tensor, threads: int = 0) -> None:
-    """Copy fp32 to bfloat16 or back, bit for bit as ``target.copy_(source)`` does.
-
-    Both are contiguous, of one size and on one device. Raises ``ValueError`` otherwise.
-    """
-    kinds = (source.dtype, target.dtype)
-    narrow = kinds == (torch.float32, torch.bfloat16)
-    if not narrow and kinds != (torch.bfloat16, torch.float32):
-        raise ValueError(f"casts are between float32 and bfloat16, not {kinds[0]} to {kinds[1]}")
-    if (
-        source.numel() != target.numel()
-        or source.device != target.device
-        or not (source.is_contiguous() and target.is_contiguous())
-    ):
-        raise ValueError(
-            f"a cast copy needs two contiguous tensors of one size on one device, not"
-            f" {tuple(source.shape)} on {source.device} and {tuple(target.shape)} on"
-            f" {target.device}"
-        )
-    name = "cast_float32_to_bfloat16" if narrow else "cast_bfloat16_to_float32"
-    arguments = [source.data_ptr(), target.data_ptr(), source.numel()]
-    if narrow:
-        arguments.append(_nan_bits(source.device))
-    if source.device.type == "cpu":
-        native.function(f"mflex_{name}")(*arguments, threads)
-    else:
-        _cuda(name, source.device, *arguments)
-
-
-def varlen_pack(padded: Tensor, cu_seqlens: Tensor, threads: int = 0) -> Tensor:
-    """``[batch, length, ...]`` to ``[tokens, ...]``: each sample's first rows, without padding.
-
-    ``cu_seqlens`` (int32, ``[batch + 1]``, from 0) says how many; ``tokens`` is its last entry.
-    Raises ``ValueError`` when a sample has more rows than ``length`` (on the CPU; CUDA does not
-    look at the values beyond the last).
-    """
-    batch, length = padded.shape[:2]
-    packed = padded.new_empty((_tokens(cu_seqlens, batch), *padded.shape[2:]))
-    _varlen("varlen_pack", padded.contiguous(), packed, cu_seqlens, length, threads)
-    return packed
-
-
-def varlen_pad(packed: Tensor, cu_seqlens: Tensor, length: int, threads: int = 0) -> Tensor:
-    """``[tokens, ...]`` to ``[batch, length, ...]``; the padding is zero. The inverse of
-    :func:`varlen_pack`, with the same errors."""
-    batch = cu_seqlens.numel() - 1
-    if _tokens(cu_seqlens, batch) != packed.shape[0]:
-        raise ValueError(
-            f"cu_seqlens end at {int(cu_seqlens[-1])}, but {packed.shape[0]} tokens are packed"
-        )
-    padded = packed.new_empty((batch, length, *packed.shape[1:]))
-    _varlen("varlen_pad", packed.contiguous(), padded, cu_seqlens, length, threads)
-    return padded
 
 
 def chunk_count(size: int, chunk_bytes: int) -> int:
@@ -226,43 +170,6 @@ def register_host(memory: Tensor) -> None:
 def unregister_host(memory: Tensor) -> None:
     """Undo :func:`register_host`, before the memory goes."""
     _check_cuda("host_unregister", native.function("mflex_cuda_host_unregister")(memory.data_ptr()))
-
-
-@cache
-def _nan_bits(device: torch.device) -> int:
-    """What PyTorch makes of NaN in bfloat16 on this device: its kernels do not agree."""
-    nan = torch.full((64,), float("nan"), dtype=torch.float32, device=device)
-    return int(nan.to(torch.bfloat16).view(torch.int16)[0]) & 0xFFFF
-
-
-def _tokens(cu_seqlens: Tensor, batch: int) -> int:
-    if cu_seqlens.dtype != torch.int32 or cu_seqlens.numel() != batch + 1:
-        raise ValueError(
-            f"cu_seqlens must be int32 with {batch + 1} entries for {batch} samples, not"
-            f" {cu_seqlens.dtype} with {cu_seqlens.numel()}"
-        )
-    return max(0, int(cu_seqlens[-1]))
-
-
-def _varlen(
-    name: str, source: Tensor, target: Tensor, cu_seqlens: Tensor, length: int, threads: int
-) -> None:
-    if cu_seqlens.device != source.device or not cu_seqlens.is_contiguous():
-        raise ValueError(f"cu_seqlens must be contiguous and on {source.device}")
-    batch = cu_seqlens.numel() - 1
-    rows = batch * length if name == "varlen_pad" else source.shape[0] * source.shape[1]
-    whole = target if name == "varlen_pad" else source
-    row_bytes = whole.nbytes // rows if rows else 0
-    arguments = [source.data_ptr(), target.data_ptr(), cu_seqlens.data_ptr(), batch, length]
-    if source.device.type != "cpu":
-        _cuda(name, source.device, *arguments, row_bytes)
-        return
-    bad = native.function(f"mflex_{name}")(*arguments, row_bytes, threads)
-    if bad:
-        raise ValueError(
-            f"sample {bad - 1} of cu_seqlens {cu_seqlens.tolist()} must have 0 to {length} rows,"
-            " and the first must start at 0"
-        )
 
 
 def _check_chunks(

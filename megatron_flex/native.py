@@ -58,25 +58,15 @@ SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "mflex_cap_level": (_INT, [_INT]),
     # build_info.cpp
     "mflex_built_with_cuda": (_INT, []),
-    # copies.h: segment_copy.cpp, cast_copy.cpp, varlen.cpp, chunked_copy.cpp
+    # copies.h: segment_copy.cpp, chunked_copy.cpp
     "mflex_segment_copy": (None, [*(_POINTER,) * 3, _LONG, _INT]),
     "mflex_segment_tiles": (_LONG, [_POINTER, _LONG, _LONG, _POINTER]),
-    "mflex_cast_float32_to_bfloat16": (None, [_POINTER, _POINTER, _LONG, ctypes.c_uint32, _INT]),
-    "mflex_cast_bfloat16_to_float32": (None, [_POINTER, _POINTER, _LONG, _INT]),
-    "mflex_varlen_pack": (_LONG, [*(_POINTER,) * 3, *(_LONG,) * 3, _INT]),
-    "mflex_varlen_pad": (_LONG, [*(_POINTER,) * 3, *(_LONG,) * 3, _INT]),
     "mflex_chunked_write": (None, [_POINTER, _POINTER, _LONG, _LONG, _POINTER, _ULONG, _INT]),
     "mflex_chunked_read": (
         _LONG,
         [_POINTER, _POINTER, _LONG, _LONG, _POINTER, _ULONG, _LONG, _INT],
     ),
     "mflex_segment_copy_by_lanes": (None, [*(_POINTER,) * 4, *(_LONG,) * 3]),
-    "mflex_cast_float32_to_bfloat16_by_lanes": (
-        None,
-        [_POINTER, _POINTER, _LONG, ctypes.c_uint32, _LONG],
-    ),
-    "mflex_cast_bfloat16_to_float32_by_lanes": (None, [_POINTER, _POINTER, _LONG, _LONG]),
-    "mflex_varlen_by_lanes": (None, [*(_POINTER,) * 3, *(_LONG,) * 3, _INT, _LONG, _LONG]),
     # memory_watch.cpp
     "mflex_memory_watch": (_INT, [ctypes.c_char_p]),
     "mflex_memory_current": (_LONG, []),
@@ -117,13 +107,6 @@ SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "mflex_twin_touch": (None, [_POINTER, _LONG]),
     # kernels/cuda, with CUDA only; results are CUDA's error codes, the last argument a stream
     "mflex_cuda_segment_copy": (_INT, [*(_POINTER,) * 4, *(_LONG,) * 4]),
-    "mflex_cuda_cast_float32_to_bfloat16": (
-        _INT,
-        [_POINTER, _POINTER, _LONG, ctypes.c_uint32, _LONG],
-    ),
-    "mflex_cuda_cast_bfloat16_to_float32": (_INT, [_POINTER, _POINTER, _LONG, _LONG]),
-    "mflex_cuda_varlen_pack": (_INT, [*(_POINTER,) * 3, *(_LONG,) * 4]),
-    "mflex_cuda_varlen_pad": (_INT, [*(_POINTER,) * 3, *(_LONG,) * 4]),
     "mflex_cuda_chunked_write": (
         _INT,
         [_POINTER, _POINTER, _LONG, _LONG, _POINTER, _ULONG, _LONG],

@@ -14,22 +14,6 @@ MFLEX_API void mflex_segment_copy(const int64_t* sources, const int64_t* targets
 MFLEX_API int64_t mflex_segment_tiles(const int64_t* sizes, int64_t count, int64_t tile_bytes,
                                       int64_t* first_tile);
 
-// `count` elements of fp32 to bfloat16, round to nearest even; NaN becomes `nan_bits`. Elements are
-// aligned to their own size.
-MFLEX_API void mflex_cast_float32_to_bfloat16(const uint32_t* source, uint16_t* target,
-                                              int64_t count, uint32_t nan_bits, int32_t threads);
-MFLEX_API void mflex_cast_bfloat16_to_float32(const uint16_t* source, uint32_t* target,
-                                              int64_t count, int32_t threads);
-
-// padded [batch, length, row] to packed [cu_seqlens[batch], row], and back with zeros in the
-// padding. Returns 0, or 1 + the first sample whose cu_seqlens are wrong; nothing is copied then.
-MFLEX_API int64_t mflex_varlen_pack(const char* padded, char* packed, const int32_t* cu_seqlens,
-                                    int64_t batch, int64_t length, int64_t row_bytes,
-                                    int32_t threads);
-MFLEX_API int64_t mflex_varlen_pad(const char* packed, char* padded, const int32_t* cu_seqlens,
-                                   int64_t batch, int64_t length, int64_t row_bytes,
-                                   int32_t threads);
-
 // Copies in chunks and sets each chunk's flag to `version` when its bytes are in place (chunks.h).
 MFLEX_API void mflex_chunked_write(const char* source, char* target, int64_t bytes,
                                    int64_t chunk_bytes, uint64_t* flags, uint64_t version,
@@ -46,12 +30,3 @@ MFLEX_API int64_t mflex_chunked_read(const char* source, char* target, int64_t b
 MFLEX_API void mflex_segment_copy_by_lanes(const int64_t* sources, const int64_t* targets,
                                            const int64_t* sizes, const int64_t* first_tile,
                                            int64_t count, int64_t tile_bytes, int64_t lanes);
-MFLEX_API void mflex_cast_float32_to_bfloat16_by_lanes(const uint32_t* source, uint16_t* target,
-                                                       int64_t count, uint32_t nan_bits,
-                                                       int64_t lanes);
-MFLEX_API void mflex_cast_bfloat16_to_float32_by_lanes(const uint16_t* source, uint32_t* target,
-                                                       int64_t count, int64_t lanes);
-// `pad` chooses the direction; `source` and `target` are padded and packed, or packed and padded.
-MFLEX_API void mflex_varlen_by_lanes(const char* source, char* target, const int32_t* cu_seqlens,
-                                     int64_t batch, int64_t length, int64_t row_bytes, int32_t pad,
-                                     int64_t tile_bytes, int64_t lanes);

@@ -82,14 +82,4 @@ MFLEX_HD void copy_lane(char* target, const char* source, int64_t size, int64_t 
   for (int64_t i = 16 * vectors + lane; i < size - head; i += lanes) target[i] = source[i];
 }
 
-// Lane `lane`'s part of setting `size` bytes to zero.
-MFLEX_HD void zero_lane(char* target, int64_t size, int64_t lane, int64_t lanes) {
-  const int64_t head = bytes_to_boundary(target, size);
-  for (int64_t i = lane; i < head; i += lanes) target[i] = 0;
-  target += head;
-  const int64_t vectors = (size - head) / 16;
-  for (int64_t v = lane; v < vectors; v += lanes) store<Vector>(target + 16 * v, Vector{});
-  for (int64_t i = 16 * vectors + lane; i < size - head; i += lanes) target[i] = 0;
-}
-
 }  // namespace mflex

@@ -12,8 +12,8 @@ namespace {
 // A thread gets no less than this: waking one costs about as much as copying it.
 constexpr int64_t kGrain = 256 << 10;
 
-}  // namespace
-
+// Copies bytes [begin, end) of the segments laid end to end; segment i starts at first_byte[i] of
+// them.
 void copy_range(const Segments& all, const int64_t* first_byte, int64_t begin, int64_t end,
                 Way way) {
   StreamCopy past(way);
@@ -23,34 +23,31 @@ void copy_range(const Segments& all, const int64_t* first_byte, int64_t begin, i
     const int64_t bytes = std::min(all.sizes[s] - offset, end - begin);
     if (bytes <= 0) continue;
     char* target = reinterpret_cast<char*>(all.targets[s]) + offset;
-    if (all.sources[s] == 0) {
-      std::memset(target, 0, static_cast<size_t>(bytes));
-    } else if (stream) {
-      past.add(target, reinterpret_cast<const char*>(all.sources[s]) + offset, bytes);
+    const char* source = reinterpret_cast<const char*>(all.sources[s]) + offset;
+    if (stream) {
+      past.add(target, source, bytes);
     } else {
-      std::memcpy(target, reinterpret_cast<const char*>(all.sources[s]) + offset,
-                  static_cast<size_t>(bytes));
+      std::memcpy(target, source, static_cast<size_t>(bytes));
     }
     begin += bytes;
   }
   if (stream) past.finish();
 }
 
-void copy_segments(const Segments& all, int threads) {
-  std::vector<int64_t> first_byte(static_cast<size_t>(all.count) + 1, 0);
-  for (int64_t i = 0; i < all.count; ++i) first_byte[i + 1] = first_byte[i] + all.sizes[i];
-  const int64_t total = first_byte[all.count];
-  const Way way = way_of(total);
-  parallel_for(total, kGrain, threads, [&](int64_t begin, int64_t end) {
-    copy_range(all, first_byte.data(), begin, end, way);
-  });
-}
-
+}  // namespace
 }  // namespace mflex
 
 MFLEX_API void mflex_segment_copy(const int64_t* sources, const int64_t* targets,
                                   const int64_t* sizes, int64_t count, int32_t threads) {
-  mflex::copy_segments({sources, targets, sizes, nullptr, count}, threads);
+  using namespace mflex;
+  const Segments all{sources, targets, sizes, nullptr, count};
+  std::vector<int64_t> first_byte(static_cast<size_t>(count) + 1, 0);
+  for (int64_t i = 0; i < count; ++i) first_byte[i + 1] = first_byte[i] + sizes[i];
+  const int64_t total = first_byte[count];
+  const Way way = way_of(total);
+  parallel_for(total, kGrain, threads, [&](int64_t begin, int64_t end) {
+    copy_range(all, first_byte.data(), begin, end, way);
+  });
 }
 
 MFLEX_API int64_t mflex_segment_tiles(const int64_t* sizes, int64_t count, int64_t tile_bytes,

@@ -6,8 +6,6 @@
 
 namespace mflex {
 
-enum class Way;  // stream_copy.h
-
 // Segment i copies sizes[i] bytes from sources[i] to targets[i] (addresses). Its tiles are
 // first_tile[i] to first_tile[i + 1] - 1; an empty segment has none.
 struct Segments {
@@ -42,13 +40,5 @@ MFLEX_HD void copy_tile(const Segments& all, int64_t tile, int64_t tile_bytes, i
             reinterpret_cast<const char*>(all.sources[s]) + offset,
             left < tile_bytes ? left : tile_bytes, lane, lanes);
 }
-
-// CPU form: copies bytes [begin, end) of the segments laid end to end; segment i starts at
-// first_byte[i] of them. A source of 0 stands for zeros.
-void copy_range(const Segments& all, const int64_t* first_byte, int64_t begin, int64_t end,
-                Way way);
-
-// CPU form of all segments, on at most `threads` threads (0: all that there are).
-void copy_segments(const Segments& all, int threads);
 
 }  // namespace mflex

@@ -9,8 +9,6 @@ int main(int count, char** arguments) {
   for (int round = 0; round < rounds; ++round) {
     test_segments(random);
     test_streams(random);
-    test_casts(random);
-    test_varlen(random);
     test_chunks(random);
     test_threads(random);
     test_turns(random);

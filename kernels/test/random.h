@@ -40,8 +40,6 @@ class Random {
 
 void test_segments(Random& random);
 void test_streams(Random& random);
-void test_casts(Random& random);
-void test_varlen(Random& random);
 void test_chunks(Random& random);
 void test_threads(Random& random);
 void test_turns(Random& random);

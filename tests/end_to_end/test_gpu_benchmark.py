@@ -25,8 +25,6 @@ def test_the_rehearsal_without_a_gpu_measures_every_part(tmp_path: Path) -> None
     tables = {row["table"].split(",")[0].split(" (")[0] for row in found["rows"]}
     assert tables == {
         "segment copy on the device",
-        "casts on the device",
-        "varlen on the device",
         "hidden dropout on the device",
         "link to the host",
         "hand-over between two workers of the GPU",

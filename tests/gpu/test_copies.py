@@ -48,30 +48,6 @@ def test_gather_and_scatter_move_every_byte_and_no_other(seed: int) -> None:
     assert all(torch.equal(a, b) for a, b in zip(before, tensors, strict=True))
 
 
-@pytest.mark.parametrize(("shift", "other", "count"), [(0, 0, 1 << 20), (1, 3, 100_003), (3, 7, 5)])
-def test_casts_equal_pytorchs_bit_for_bit(shift: int, other: int, count: int) -> None:
-    bits = torch.randint(-(2**31), 2**31, (shift + count,)).to(torch.int32)
-    bits[::5] |= 0x7F800000
-    source = bits.cuda().view(torch.float32)[shift:]
-    narrow = torch.zeros(other + count, dtype=torch.bfloat16, device="cuda")[other:]
-    kernels.cast_copy(source, narrow)
-    assert torch.equal(narrow.view(torch.int16), source.to(torch.bfloat16).view(torch.int16))
-    wide = torch.zeros(shift + count, device="cuda")[shift:]
-    kernels.cast_copy(narrow, wide)
-    assert torch.equal(wide.view(torch.int32), narrow.float().view(torch.int32))
-
-
-@pytest.mark.parametrize("hidden", [1, 7, 1024])
-def test_packing_and_padding_equal_the_cpus(hidden: int) -> None:
-    lengths = torch.tensor([0, 31, 32, 0, 1, 17], dtype=torch.int32)
-    cu_seqlens = torch.cat([torch.zeros(1, dtype=torch.int32), lengths.cumsum(0).int()])
-    padded = torch.randn(6, 32, hidden)
-    packed = kernels.varlen_pack(padded.cuda(), cu_seqlens.cuda())
-    assert torch.equal(packed.cpu(), kernels.varlen_pack(padded, cu_seqlens))
-    back = kernels.varlen_pad(packed, cu_seqlens.cuda(), 32)
-    assert torch.equal(back.cpu(), kernels.varlen_pad(packed.cpu(), cu_seqlens, 32))
-
-
 def test_a_cpu_reader_takes_the_gpus_chunks_as_they_come() -> None:
     size, chunk = (8 << 20) + 4096, 1 << 20
     source = _random_bytes(size, 1)
