@@ -60,10 +60,27 @@ double cross(double& free, double now, double wire) {
   return free = std::max(now, free) + wire;
 }
 
+// Division of 32-bit numbers by one and the same, as a multiplication (Lemire, Kaser and Kurz,
+// "Faster remainder by direct computation", 2019).
+class Divider {
+ public:
+  explicit Divider(int64_t divisor) : magic_(divisor > 1 ? ~uint64_t{0} / divisor + 1 : 0) {}
+
+  int64_t operator()(int64_t number) const {
+    if (!magic_) return number;
+    return static_cast<int64_t>(static_cast<unsigned __int128>(magic_) * number >> 64);
+  }
+
+ private:
+  uint64_t magic_;
+};
+
 class Lender {
  public:
   virtual ~Lender() = default;
-  virtual bool admits(int64_t device, int64_t stage, int64_t batch, double used) const = 0;
+  // `size`: bytes that the forward takes.
+  virtual bool admits(int64_t device, int64_t stage, int64_t batch, double size,
+                      double used) const = 0;
   virtual void admit(int64_t device, int64_t stage, int64_t batch) = 0;
 };
 
@@ -71,12 +88,15 @@ class Lender {
 // The first slice of a chain takes all that the chain will need.
 class Banker : public Lender {
  public:
-  explicit Banker(const mflex_schedule_problem& p)
-      : p_(p), need_(p.stages * p.batches), way_(p.devices) {
+  explicit Banker(const mflex_schedule_problem& p) : p_(p), way_(p.devices) {
+    bool again = false;  // does a micro-batch come to a device more than once?
     for (int64_t d = 0; d < p.devices; ++d) {
       memory_.push_back(p.memory[d] * kSlack);
       spare_.push_back(memory_.back());
+      again |= p.queue_offset[d + 1] - p.queue_offset[d] > p.kinds;
     }
+    if (!again) return;
+    need_.resize(p.stages * p.batches);
     // Some micro-batches at a time: their numbers are neighbours, those of one are far apart.
     constexpr int64_t kTogether = 8;
     std::vector<double> after(kTogether * p.devices);
@@ -94,9 +114,11 @@ class Banker : public Lender {
     }
   }
 
-  bool admits(int64_t device, int64_t stage, int64_t batch, double used) const override {
-    const auto [size, later] = need_[stage * p_.batches + batch];
+  bool admits(int64_t device, int64_t stage, int64_t batch, double size,
+              double used) const override {
     if (used + size > memory_[device]) return false;
+    if (need_.empty()) return true;
+    const double later = need_[stage * p_.batches + batch].later;
     if (later == 0.0) return true;
     double largest = 0.0;
     for (const Way& way : way_[device]) largest = std::max(largest, way.need);
@@ -104,6 +126,7 @@ class Banker : public Lender {
   }
 
   void admit(int64_t device, int64_t stage, int64_t batch) override {
+    if (need_.empty()) return;
     const auto [size, later] = need_[stage * p_.batches + batch];
     auto& ways = way_[device];
     auto way =
@@ -131,7 +154,7 @@ class Banker : public Lender {
   };
   const mflex_schedule_problem& p_;
   std::vector<double> memory_, spare_;
-  LargeVector<Need> need_;
+  LargeVector<Need> need_;  // empty: nothing is needed later
   std::vector<std::vector<Way>> way_;
 };
 
@@ -157,8 +180,8 @@ class Ticket : public Lender {
     }
   }
 
-  bool admits(int64_t device, int64_t stage, int64_t batch, double used) const override {
-    const double size = p_.takes[stage * p_.batches + batch];
+  bool admits(int64_t device, int64_t stage, int64_t batch, double size,
+              double used) const override {
     if (used + size > memory_[device]) return false;
     const int64_t holder = turn_[first_];
     if (batch == holder || stage == p_.stages - 1) return true;
@@ -206,6 +229,7 @@ class Events {
  public:
   bool empty() const { return keys_.empty(); }
   double time() const { return time_of(keys_.front()); }
+  int64_t number() const { return number_of(keys_.front()); }
 
   void push(double time, int64_t number) {
     const Key key = key_of(time, number);
@@ -237,7 +261,7 @@ class Events {
       hole = best;
     }
     if (count) keys_[hole] = last;
-    return {time_of(first), static_cast<int64_t>(static_cast<uint64_t>(first) ^ kSign)};
+    return {time_of(first), number_of(first)};
   }
 
  private:
@@ -251,6 +275,9 @@ class Events {
     std::memcpy(&bits, &plain, sizeof bits);
     bits ^= bits & kSign ? ~uint64_t{0} : kSign;
     return Key{bits} << 64 | (static_cast<uint64_t>(number) ^ kSign);
+  }
+  static int64_t number_of(Key key) {
+    return static_cast<int64_t>(static_cast<uint64_t>(key) ^ kSign);
   }
   static double time_of(Key key) {
     uint64_t bits = static_cast<uint64_t>(key >> 64);
@@ -267,6 +294,7 @@ class Pass {
  public:
   Pass(const mflex_schedule_problem& p, Lender* lender)
       : p_(p),
+        by_batches_(p.batches),
         lender_(lender),
         rank_(p.batches),
         devices_(p.devices),
@@ -316,6 +344,7 @@ class Pass {
       while (!events_.empty() && events_.time() <= horizon) {
         const auto [time, code] = events_.pop();
         now = time;
+        if (!events_.empty()) look_ahead(events_.number());
         if (code < 0) {
           arrive(place_of(-1 - code));
         } else {
@@ -402,12 +431,16 @@ class Pass {
 
   // Queue and micro-batch of a code, or queue and rank of a place.
   std::pair<int64_t, int64_t> split(int64_t code) const {
-    const auto of = static_cast<uint32_t>(code), batches = static_cast<uint32_t>(p_.batches);
-    return {of / batches, of % batches};
+    const int64_t queue = by_batches_(code);
+    return {queue, code - queue * p_.batches};
   }
   int64_t place_of(int64_t code) const {
     const auto [queue, batch] = split(code);
     return queue * p_.batches + rank_[batch];
+  }
+
+  void look_ahead(int64_t number) const {
+    __builtin_prefetch(&ops_[place_of(number < 0 ? -1 - number : number)], 1);
   }
 
   void touch(int64_t device) {
@@ -487,7 +520,9 @@ class Pass {
       if (*starved || (p_.train && in_flight_[device * p_.stages + stage] >= p_.cap[stage])) {
         return false;
       }
-      if (lender_ && !lender_->admits(device, stage, p_.turn[rank], devices_[device].used)) {
+      const double size = std::max(0.0, ops_[queue->number * p_.batches + rank].grows);
+      const double used = devices_[device].used;
+      if (lender_ && !lender_->admits(device, stage, p_.turn[rank], size, used)) {
         *starved = true;
         return false;
       }
@@ -547,6 +582,7 @@ class Pass {
   }
 
   const mflex_schedule_problem& p_;
+  const Divider by_batches_;
   Lender* lender_;
   std::vector<int32_t> rank_;
   std::vector<Device> devices_;
