@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 _STAGE = re.compile(
     r"\s*(\d+)\s*:\s*(\d+)\s*@\s*(\d+(?:\s*-\s*\d+)?(?:\s*,\s*\d+(?:\s*-\s*\d+)?)*)\s*"
@@ -260,32 +260,37 @@ class Plan:
     @classmethod
     def parse(cls, text: str) -> Plan:
         """Read the text form. Devices may be ranges: ``0:5@0-3``."""
-        layout, _, optimisation = text.partition(";")
-        stages = []
-        for number, field in enumerate(layout.split("|")):
-            match = _STAGE.fullmatch(field)
-            if match is None:
-                raise PlanError(
-                    f"stage {number} of the plan is '{field.strip()}'; expected START:STOP@DEVICES,"
-                    " such as 0:5@0,1"
-                )
-            stages.append(Stage(int(match[1]), int(match[2]), _numbers(match[3])))
-        fields: list[str] = []
-        named: dict[str, str] = {}
-        for field in optimisation.split(";"):
-            word, _, value = field.strip().partition(" ")
-            if word not in ("schedule", "spare", "cut"):
-                fields.append(field)
-            elif word in named or not value.strip():
-                raise PlanError(
-                    f"'{field.strip()}' in a plan: expected one schedule, such as 'schedule zb-v',"
-                    " and at most one number of spare bytes and one of tokens to cut by"
-                )
-            else:
-                named[word] = value.strip()
-        spare, cut = (_whole(name, named.get(name, "0")) for name in ("spare", "cut"))
-        o_plan = OPlan.parse(";".join(fields))
-        return cls(tuple(stages), o_plan, named.get("schedule", ""), spare, cut)
+        return _parsed(text)
+
+
+@lru_cache(maxsize=64)
+def _parsed(text: str) -> Plan:
+    layout, _, optimisation = text.partition(";")
+    stages = []
+    for number, field in enumerate(layout.split("|")):
+        match = _STAGE.fullmatch(field)
+        if match is None:
+            raise PlanError(
+                f"stage {number} of the plan is '{field.strip()}'; expected START:STOP@DEVICES,"
+                " such as 0:5@0,1"
+            )
+        stages.append(Stage(int(match[1]), int(match[2]), _numbers(match[3])))
+    fields: list[str] = []
+    named: dict[str, str] = {}
+    for field in optimisation.split(";"):
+        word, _, value = field.strip().partition(" ")
+        if word not in ("schedule", "spare", "cut"):
+            fields.append(field)
+        elif word in named or not value.strip():
+            raise PlanError(
+                f"'{field.strip()}' in a plan: expected one schedule, such as 'schedule zb-v',"
+                " and at most one number of spare bytes and one of tokens to cut by"
+            )
+        else:
+            named[word] = value.strip()
+    spare, cut = (_whole(name, named.get(name, "0")) for name in ("spare", "cut"))
+    o_plan = OPlan.parse(";".join(fields))
+    return Plan(tuple(stages), o_plan, named.get("schedule", ""), spare, cut)
 
 
 def _whole(name: str, text: str) -> int:

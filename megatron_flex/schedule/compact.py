@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields
+from functools import lru_cache
 from typing import overload
 
 import numpy as np
@@ -35,6 +36,7 @@ VERSION = 2
 CODES: dict[type[Instruction], int] = {cls: code for code, cls in enumerate(NAMES.values())}
 """Operation codes: the place in :data:`~megatron_flex.schedule.instructions.NAMES`."""
 _CLASSES = tuple(NAMES.values())
+_COMPUTES = sum(issubclass(cls, Compute) for cls in _CLASSES)  # they are the first
 _MOST = {
     "stage": 1 << 18, "slab": 1 << 18, "peer": 1 << 20, "under_way": 1 << 20,
     "micro_batch": 1 << 20,
@@ -97,7 +99,7 @@ def decode(words: Words, tokens: Sequence[int], groups: Sequence[Group]) -> tupl
 
     Raises ``ValueError`` for words that no program has.
     """
-    codes = (words & np.uint64(63)).tolist()
+    listed, codes = words.tolist(), (words & np.uint64(63)).tolist()
     lows = ((words >> np.uint64(6)) & np.uint64(0x3FFFF)).tolist()
     middles = ((words >> np.uint64(24)) & np.uint64(0xFFFFF)).tolist()
     highs = (words >> np.uint64(44)).tolist()
@@ -106,13 +108,17 @@ def decode(words: Words, tokens: Sequence[int], groups: Sequence[Group]) -> tupl
     try:
         while at < end:
             code = codes[at]
+            if code < _COMPUTES:
+                out.append(_operation(listed[at]))
+                at += 1
+                continue
             read = _READERS[code]
             if read is not None:
                 out.append(read(lows[at], middles[at], highs[at], tokens, groups))
                 at += 1
                 continue
             cls, slab = _CLASSES[code], lows[at]
-            start, stop = int(words[at + 1]), int(words[at + 2])
+            start, stop = listed[at + 1], listed[at + 2]
             if cls is Recut:
                 out.append(Recut(slab, start, stop))
             else:
@@ -123,15 +129,20 @@ def decode(words: Words, tokens: Sequence[int], groups: Sequence[Group]) -> tupl
     return tuple(out)
 
 
+@lru_cache(maxsize=1 << 14)
+def _operation(word: int) -> Instruction:
+    """What a word computes: the same words come in one program after the other."""
+    make: Callable[..., Instruction] = _CLASSES[word & 63]
+    return make(word >> 44, word >> 6 & 0x3FFFF, word >> 24 & 0xFFFFF)
+
+
 _Reader = Callable[[int, int, int, Sequence[int], Sequence[Group]], Instruction]
 
 
 def _reader(cls: type[Instruction]) -> _Reader | None:
-    """How an instruction of one word is read; ``None`` for those with more words."""
+    """How an instruction of one word that computes nothing is read; ``None``: it has more words."""
     make: Callable[..., Instruction] = cls
     names = {f.name for f in fields(cls)}
-    if issubclass(cls, Compute):
-        return lambda low, middle, high, tokens, groups: make(high, low, middle)
     if issubclass(cls, Transfer):
         return lambda low, middle, high, tokens, groups: make(high, low, middle, tokens[high])
     if "group" in names:
