@@ -392,6 +392,7 @@ class Trainer:
             following=following.plan,
             signals=(*self._signals, self.copies.lost),
             count_zeros=self.config.logging.log_num_zeros_in_grad,
+            read=self.steps.read,
         )
         self.trace.add(self.progress.iteration + 1)
         if not result.skipped:

@@ -78,8 +78,12 @@ class Iterations:
         following: Plan,
         signals: tuple[bool, ...] = (),
         count_zeros: bool = False,
+        read: float = 0.0,
     ) -> StepResult:
-        """Train on ``batch`` as this worker is told, and leave the layout ``following`` behind."""
+        """Train on ``batch`` as this worker is told, and leave the layout ``following`` behind.
+
+        ``read``: seconds that it took to receive and read ``told``.
+        """
         way = self.config.flexpipe.flexpipe_switch
         inputs = StepInputs(
             self._reader,
@@ -88,6 +92,7 @@ class Iterations:
             signals,
             count_zeros,
             Expected(*told.memory, self._budget),
+            read,
         )
         result = self._run(source, told, micro_batches, inputs)
         if not following.keeps(self.plan) and way != "restart":

@@ -17,7 +17,7 @@ QUANTILES = (0, 10, 25, 50, 75, 90, 100)
 LISTED = 256
 """Samples of the largest batch whose lengths are recorded one by one."""
 _KEPT = 50  # gaps without a switch that the usual gap is the median of
-_TOLD_APART = ("receive", "send", "reduce", "state", "update")
+_TOLD_APART = ("receive", "send", "reduce", "state", "update", "reading")
 
 
 def bubble(measured: Sequence[Measured]) -> float:
@@ -34,8 +34,9 @@ def times_of(measured: Sequence[Measured]) -> dict[str, float]:
 
     ``seconds-to-norm`` is the time from the beginning to the meeting at the global norm, the same
     for all, and ``seconds-norm`` the wait for the last one there; ``seconds-update`` is of the
-    iteration before. ``seconds-balanced`` is what the computing would take if it were spread evenly
-    over all devices with nothing in between. What hosts of GPUs cannot tell is left out.
+    iteration before, ``seconds-reading`` mostly before the beginning. ``seconds-balanced`` is what
+    the computing would take if it were spread evenly over all devices with nothing in between.
+    What hosts of GPUs cannot tell is left out.
     """
     working = [m for m in measured if m.busy > 0.0]
     if not working:

@@ -7,6 +7,7 @@ iteration after it, and sends each worker its own part. All of it was made while
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -35,6 +36,7 @@ class Steps:
 
     Attributes:
         choice: the plan of the iteration that runs next.
+        read: seconds that it took to receive and read this worker's part of the last program.
     """
 
     def __init__(
@@ -48,8 +50,8 @@ class Steps:
     ) -> None:
         """From ``iteration`` on, which starts after ``samples`` samples."""
         self._world = world
-        self._iteration = iteration
         self._leader: _Leader | None = None
+        self.read = 0.0
         if world.process == 0:
             self._leader = _Leader(config, parts, world.size, iteration, samples, coefficients)
         self.choice = self._first(iteration)
@@ -128,7 +130,8 @@ class Steps:
             head = json.dumps(data).encode() + b"\n"
             parts = (b"",) * self._world.size if package is None else package.parts
             messages = [head + part for part in parts]
-        head, _, part = self._world.deliver(messages).partition(b"\n")
+        message, self.read = self._world.deliver(messages)
+        head, _, part = message.partition(b"\n")
         told: dict[str, Any] = json.loads(head)
         if "problem" in told:
             raise PlanError(told["problem"])
@@ -137,7 +140,10 @@ class Steps:
     def _read(
         self, data: dict[str, Any], part: bytes, name: str, micro_batches: Sequence[MicroBatch]
     ) -> Received:
-        return unpack(data["header"], part, self._world.rank, name, micro_batches)
+        began = time.perf_counter()
+        found = unpack(data["header"], part, self._world.rank, name, micro_batches)
+        self.read += time.perf_counter() - began
+        return found
 
 
 class _Leader:

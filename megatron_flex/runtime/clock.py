@@ -53,6 +53,8 @@ class Measured:
         reduce: starting gradient reductions, waiting for them, and the norms.
         state: handling state that moves for a switch, and operations waiting for it.
         update: optimizer updates of the iteration before (those of this one are yet to come).
+        reading: the device's own way to its first instruction: receiving and reading its list,
+            posting its first receives.
     """
 
     gap: float
@@ -65,6 +67,7 @@ class Measured:
     reduce: float = 0.0
     state: float = 0.0
     update: float = 0.0
+    reading: float = 0.0
 
 
 @dataclass
@@ -84,6 +87,7 @@ class Clock:
     _busy: float = 0.0
     _input: float = 0.0  # waiting for the input of the first operation
     _state: float = 0.0  # operations waiting for state
+    _reading: float = 0.0  # its list, and what comes before the first instruction
     _events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = field(default_factory=list)
     _open: torch.cuda.Event | None = None
     _spent: dict[str, float] = field(default_factory=dict)  # by kind of instruction
@@ -105,6 +109,10 @@ class Clock:
         self._first = None
         self._busy = self._input = self._state = 0.0
         self._events.clear()
+
+    def ready_to_run(self, read: float) -> None:
+        """The first instruction is next; ``read``: seconds that it took to get the list."""
+        self._reading = read + time.perf_counter() - self._began
 
     def start(self, instruction: Instruction) -> float:
         """An instruction starts; give the result to :meth:`stop`."""
@@ -166,6 +174,7 @@ class Clock:
             reduce=self._sum(REDUCE),
             state=self._sum(STATE) + self._state,
             update=self._updates,
+            reading=self._reading,
         )
 
     def _sum(self, kinds: tuple[str, ...]) -> float:

@@ -129,6 +129,7 @@ class Executor:
         self._connect(instructions)
         self.custody.carriers.prepare(part, self.holdings.state_bytes)
         self._communicator.expect(instructions, part.divided)
+        clock.ready_to_run(inputs.read)
         with torch.set_grad_enabled(training):
             for instruction in instructions:
                 if isinstance(instruction, Compute):

@@ -34,6 +34,7 @@ class StepInputs:
             failed save); they travel with the norms and cost nothing.
         count_zeros: count the zeros in the reduced gradient.
         memory: what this device is expected to have in use, and may.
+        read: seconds that it took to receive and read its list.
     """
 
     packed: Callable[[int, bool, bool], PackedBatch]
@@ -42,6 +43,7 @@ class StepInputs:
     signals: tuple[bool, ...] = ()
     count_zeros: bool = False
     memory: Expected = field(default_factory=Expected)
+    read: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -117,25 +118,28 @@ class World:
             dist.broadcast_object_list(box, src=0, group=self.control)
         return box[0]
 
-    def deliver(self, messages: Sequence[bytes] | None) -> bytes:
-        """The message to each worker's device; ``messages`` of the first worker, by device."""
+    def deliver(self, messages: Sequence[bytes] | None) -> tuple[bytes, float]:
+        """The message to each worker's device, and the seconds that it was on its way.
+
+        ``messages``: of the first worker, by device; the others wait for it before that time.
+        """
         if self.control is None:
             assert messages is not None
-            return messages[0]
+            return messages[0], 0.0
         with self._together("what the first worker sends to each"):
-            sizes = torch.zeros(self.size, dtype=torch.int64)
+            sizes, rows = torch.zeros(self.size, dtype=torch.int64), None
             if messages is not None:
                 sizes = torch.tensor([len(m) for m in messages])
-            dist.broadcast(sizes, src=0, group=self.control)
-            longest = int(sizes.max())
-            rows = None
-            if messages is not None:
+                longest = int(sizes.max())
                 padded = b"".join(m.ljust(longest, b"\0") for m in messages)
                 each = torch.frombuffer(bytearray(padded), dtype=torch.uint8).split(longest)
                 rows = [row for row in each for _ in range(self.tensor.size)]
-            mine = torch.empty(longest, dtype=torch.uint8)
+            dist.broadcast(sizes, src=0, group=self.control)
+            began = time.perf_counter()
+            mine = torch.empty(int(sizes.max()), dtype=torch.uint8)
             dist.scatter(mine, rows, src=0, group=self.control)
-        return mine[: int(sizes[self.rank])].numpy().tobytes()
+            seconds = time.perf_counter() - began
+        return mine[: int(sizes[self.rank])].numpy().tobytes(), seconds
 
     def gather(self, value: object) -> list[Any]:
         """The ``value`` of every worker, in their order, on every worker."""

@@ -63,8 +63,8 @@ def test_the_ratio_of_memory_leaves_out_devices_that_are_far_from_full() -> None
 
 def test_times_are_means_over_the_devices_that_compute() -> None:
     measured = (
-        Measured(0.0, 3.0, 4.0, receive=0.5, send=0.1, reduce=0.2, state=0.0, update=0.3),
-        Measured(0.0, 1.0, 3.0, receive=1.5, send=0.3, reduce=0.0, state=0.4, update=0.1),
+        Measured(0.0, 3.0, 4.0, receive=0.5, send=0.1, reduce=0.2, update=0.3, reading=0.03),
+        Measured(0.0, 1.0, 3.0, receive=1.5, send=0.3, state=0.4, update=0.1, reading=0.01),
         Measured(0.0, 0.0, 3.9),
     )
     found = times_of(measured)
@@ -79,6 +79,7 @@ def test_times_are_means_over_the_devices_that_compute() -> None:
             "seconds-reduce": 0.1,
             "seconds-state": 0.2,
             "seconds-update": 0.2,
+            "seconds-reading": 0.02,
         }
     )
 
