@@ -16,6 +16,7 @@ from megatron_flex.runtime.communicator import Communicator
 from megatron_flex.runtime.memory import MemoryMeter
 from megatron_flex.runtime.world import World
 from megatron_flex.schedule.instructions import RecvActivation, SendActivation
+from megatron_flex.schedule.list_scheduler import POLICIES
 from tests.distributed import jobs
 from tests.distributed.pool import WorkerPool
 from tests.distributed.test_exactness import TIED, UNTIED
@@ -139,7 +140,7 @@ def test_peaks_of_random_iterations_are_predicted(
         plans = [
             f"{random_plan(rng, units, devices)}{random_optimisation(rng, units)}" for _ in range(4)
         ]
-        policy = "gpipe" if seed % 5 == 0 else "1f1b"
+        policy = list(POLICIES)[3 * seed % len(POLICIES)]
         outcomes = workers.run(
             devices, jobs.train, config, plans, 4, longest=120, budget=300, way=WAYS[seed % 3],
             exact=seed % 2 == 1, policy=policy,

@@ -10,6 +10,7 @@ from itertools import pairwise
 import pytest
 
 from megatron_flex.planner.plan import Plan, Stage
+from megatron_flex.schedule.list_scheduler import POLICIES
 from tests.distributed import jobs
 from tests.distributed.jobs import BERT
 from tests.distributed.pool import WorkerPool
@@ -55,14 +56,18 @@ def test_grow_shrink_and_migrate_equal_one_process(
     jobs.assert_same(jobs.merge(got), expected)
 
 
-def test_random_sequences_of_plans_equal_one_process(
+def test_random_sequences_of_plans_and_policies_equal_one_process(
     workers: WorkerPool, count: Callable[[int, int], int]
 ) -> None:
     # Dropout is on in all models.
     for seed in range(count(6, 200)):
         config = (TIED, UNTIED, BERT)[seed % 3]
         devices = 2 + seed % (3 if seed < 6 else 5)
-        plans = random_plans(seed, config.layers.num_units, devices, 8)
+        policies, rng = list(POLICIES), random.Random(seed)
+        plans = [
+            f"{plan} ; schedule {rng.choice(policies)}"
+            for plan in random_plans(seed, config.layers.num_units, devices, 8)
+        ]
         expected = reference(workers, config, iterations=8)
         way = WAYS[seed // 2 % 3]
         got = workers.run(devices, jobs.train, config, plans, 8, way=way)
