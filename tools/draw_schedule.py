@@ -44,7 +44,6 @@ from megatron_flex.signals import run_tool
 
 BEST = "best"
 _TOKENS = re.compile(r"(-?[0-9]{1,9})(?:/(-?[0-9]{1,9}))?")  # of a sample, and its slices
-_TABLES = ("forward", "backward_input", "backward_weight", "transfer", "activation")
 #: Layouts with two stages on each device, in a V.
 V_SHAPED = ("zb-v", BEST)
 

@@ -18,6 +18,7 @@ from megatron_flex.model.layers import Kind, LayerList
 from megatron_flex.planner.memory import StateBytes, UnitMemory, tied_state, unit_memory
 from megatron_flex.planner.native_search import shares
 from megatron_flex.planner.options import PlannerOptions
+from megatron_flex.planner.passes import slice_head
 from megatron_flex.planner.plan import Plan, PlanError
 from megatron_flex.planner.static import cut_points
 from megatron_flex.planner.tables import (
@@ -82,21 +83,6 @@ class Batch:
         arrays = (self.tokens, self.squares, self.sliced)
         first, second, third = (a.tobytes() for a in arrays)
         return first, second, third, self.chains
-
-
-@dataclass(frozen=True)
-class SliceHead:
-    """Bytes a token of the head where the micro-batch holds a slice.
-
-    It runs its backward in its forward (``runtime/anticipate.py``).
-
-    Attributes:
-        kept: the gradient of its input.
-        runs: what it has while it runs.
-    """
-
-    kept: float
-    runs: float
 
 
 @dataclass(frozen=True, eq=False)
@@ -287,18 +273,17 @@ class ModelCosts:
         return np.array([max(self.profile.kinds[k].transient for k in ks) for ks in self.kinds])
 
     @cached_property
-    def slice_head(self) -> SliceHead:
-        """What the head of a slice takes."""
-        head = self.profile.kinds[Kind.HEAD]
-        kept = min(head.activation, self.profile.boundary)
-        return SliceHead(kept, head.transient + head.activation)
+    def slice_head(self) -> float:
+        """Bytes a token of the head of a slice while it runs; it keeps as much as its input."""
+        levels = slice_head(self.config, self.options.tensor, alone=False).forward
+        return self.profile.boundary + max(level.token for level in levels)
 
     def _transient(self, *, sliced: bool) -> Array:
         """:attr:`transient`, with all that a head holds while it runs where it keeps nothing."""
         if not sliced:
             return self.transient
         found = self.transient.copy()
-        found[-1] = max(found[-1], self.slice_head.runs)
+        found[-1] = max(found[-1], self.slice_head)
         return found
 
     @cached_property
@@ -411,7 +396,7 @@ class ModelCosts:
         options, memory = self.options, self.memory
         activation = sum(self.profile.kinds[k].activation for k in kinds)
         if sliced and Kind.HEAD in kinds:
-            activation += self.slice_head.kept - self.profile.kinds[Kind.HEAD].activation
+            activation += self.profile.boundary - self.profile.kinds[Kind.HEAD].activation
         kept: float | None = None
         if options.memory_optimisation and options.recompute:
             parts = [memory[k].kept for k in kinds]

@@ -110,11 +110,6 @@ class PlanCost:
     groups: tuple[GroupCost, ...]
 
     @property
-    def bottleneck(self) -> int:
-        """The group that takes longest."""
-        return max(range(len(self.groups)), key=lambda g: self.groups[g].seconds)
-
-    @property
     def fits(self) -> bool:
         """Whether every device fits, with memory optimisation where it is needed."""
         return math.isfinite(self.seconds)

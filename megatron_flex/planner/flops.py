@@ -5,7 +5,7 @@ operations (a multiply-add counts as two), where ``squares`` is
 :attr:`megatron_flex.data.microbatch.MicroBatch.squares`, the sum of the squared sample lengths.
 The backward pass costs twice the forward pass, half of it for the gradient of the input and half
 for that of the weights (attention scores have no weights: all of their backward is input
-gradient, see :func:`backward_split`).
+gradient).
 
 Only matrix products are counted. Look-ups, norms, activations and dropout are bound by memory
 traffic and are measured by a profile (``megatron_flex/cluster/profile.py``) where they matter.
@@ -41,13 +41,6 @@ class UnitWork:
     def backward(self, tokens: float, squares: float) -> float:
         """FLOPs of the whole backward pass of a micro-batch."""
         return BACKWARD_RATIO * self.forward(tokens, squares)
-
-    def backward_split(self, tokens: float, squares: float) -> tuple[float, float]:
-        """FLOPs of the backward pass for the input and for the weights."""
-        return (
-            self.linear * tokens + BACKWARD_RATIO * self.quadratic * squares,
-            self.linear * tokens,
-        )
 
     def __add__(self, other: UnitWork) -> UnitWork:
         return UnitWork(self.linear + other.linear, self.quadratic + other.quadratic)

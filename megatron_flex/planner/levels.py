@@ -41,11 +41,6 @@ def envelope(levels: Sequence[Level]) -> Lines:
     return tuple(kept)
 
 
-def highest(lines: Lines, tokens: float) -> float:
-    """Bytes for a micro-batch of so many tokens."""
-    return max([fixed + token * tokens for fixed, token in lines])
-
-
 @dataclass(frozen=True)
 class SliceLine:
     """Bytes at one moment of a pass whose micro-batch holds a slice.

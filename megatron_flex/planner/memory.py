@@ -28,7 +28,7 @@ from megatron_flex.model.layers import Kind
 from megatron_flex.model.tensor_cut import part_of
 from megatron_flex.planner.passes import DTYPE_BYTES, passes
 from megatron_flex.planner.tensor import ALONE, TensorParallel
-from megatron_flex.schedule.shards import GRAIN, ROW
+from megatron_flex.schedule.shards import GRAIN, ROW, round_up
 
 GRADIENT_BYTES = 4
 MOMENT_BYTES = 8
@@ -127,7 +127,7 @@ def slab_elements(config: ModelConfig, tensor: TensorParallel = ALONE) -> tuple[
     words = word_embedding_count(config)
 
     def padded(sizes: Sequence[int]) -> int:
-        return _round_up(sum(_round_up(size, GRAIN) for size in sizes), ROW)
+        return round_up(sum(round_up(size, GRAIN) for size in sizes), ROW)
 
     found = []
     for unit in config.layers.units:
@@ -135,10 +135,6 @@ def slab_elements(config: ModelConfig, tensor: TensorParallel = ALONE) -> tuple[
         own = (words,) if end and config.untie_embeddings_and_output_weights else ()
         found.append(padded((*own, *parameter_sizes(config, unit.kind))))
     return (*found, padded((words,))) if config.layers.tied else tuple(found)
-
-
-def _round_up(value: int, multiple: int) -> int:
-    return -(-value // multiple) * multiple
 
 
 def total_parameters(config: ModelConfig) -> int:
@@ -208,7 +204,7 @@ def chain_bytes(config: ModelConfig, tensor: TensorParallel = ALONE) -> ChainByt
     """What one attention unit holds of a sample that is cut to slices (``model/prefix.py``)."""
     config = part_of(config, tensor.size)
     numbers = 2 * config.num_query_groups
-    width = _round_up(config.kv_channels, GRADIENT_LANES)
+    width = round_up(config.kv_channels, GRADIENT_LANES)
     size = DTYPE_BYTES[config.params_dtype]
     return ChainBytes(
         float(numbers * config.kv_channels * size), float(numbers * width * GRADIENT_BYTES)

@@ -128,7 +128,7 @@ def op_costs(costs: ModelCosts, plan: Plan, batch: Batch) -> OpCosts:
         forward[-1] += first + second
         inputs[-1] -= first + second * (1.0 - waits[-1])
         weights[-1] -= second * waits[-1]
-        held[-1] -= max(0.0, kept[-1] - costs.slice_head.kept) * batch.tokens * cut
+        held[-1] -= max(0.0, kept[-1] - costs.profile.boundary) * batch.tokens * cut
         for table_ in (inputs, weights, held):  # a head alone on a stage leaves rounding only
             np.maximum(table_, 0.0, out=table_)
         chain = chain_bytes(costs.config, costs.options.tensor)
@@ -197,7 +197,7 @@ def static_bytes(costs: ModelCosts, plan: Plan, batch: Batch) -> list[float]:
         for device in plan.stages[-1].group:
             held = (plan.stages[s] for s in plan.stages_of(device))
             transient = max(costs.in_range(s.start, s.stop)[2] for s in held)
-            more = max(0.0, costs.slice_head.runs - transient)
+            more = max(0.0, costs.slice_head - transient)
             world[device] += more * float(batch.sliced.max())
     return world
 

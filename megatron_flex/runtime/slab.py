@@ -15,7 +15,7 @@ from enum import Enum
 import numpy as np
 import torch
 
-from megatron_flex.schedule.shards import GRAIN, ROW, Range
+from megatron_flex.schedule.shards import GRAIN, ROW, Range, round_up
 
 # Every parameter starts at a multiple of this many elements: 64 bytes in bfloat16, 128 in float32.
 # Unaligned one-row products differ in their last bits.
@@ -86,12 +86,12 @@ class SlabLayout:
                 for name, shape in listed:
                     if decays(name, shape) is group and sharing(name) is kind:
                         entries.append(Entry(name, shape, offset))
-                        offset = _round_up(offset + shape.numel(), ALIGNMENT)
+                        offset = round_up(offset + shape.numel(), ALIGNMENT)
                 if offset > start:
                     ranges[kind].append((start, offset))
             if group:
                 decayed = offset
-        numel = _round_up(offset, ROW)
+        numel = round_up(offset, ROW)
         counted = tuple(ranges[Sharing.CUT]) if index else ((0, numel),)
         return cls(tuple(entries), decayed, numel, counted, tuple(ranges[Sharing.PARTIAL]))
 
@@ -419,7 +419,3 @@ class SlabPool:
 
     def _size(self, numel: int, stateless: bool) -> int:
         return Buffers.nbytes(numel, self._dtype, self._exact, stateless)
-
-
-def _round_up(value: int, multiple: int) -> int:
-    return -(-value // multiple) * multiple

@@ -2,7 +2,7 @@
 
 placement = simulate(plan, costs, policy("1f1b"))       # times only, for the planner
 choice = search(plan, costs, memory=budget)             # the best of a few rules and orders
-schedule = build(plan, layers, costs, tokens, policy("1f1b"), world_size=4)
+schedule = finish(placement, layers, tokens, world_size=4, name="1f1b")
 schedule.program                                        # instruction lists of all devices
 schedule.timeline.makespan                              # predicted seconds
 """
@@ -74,7 +74,7 @@ class Choice:
 
     Attributes:
         policy: the winning rule.
-        turn: the winning order of entry, and its name.
+        turn: the winning order of entry.
         placement: every operation with its time.
         fits: whether the activations stay within the memory that was allowed.
         tried: simulations that were run.
@@ -82,7 +82,6 @@ class Choice:
 
     policy: Policy
     turn: tuple[int, ...]
-    turn_name: str
     placement: Placement
     fits: bool
     tried: int
@@ -143,7 +142,7 @@ def search(
     bound = lower_bound(problem)
     best: Choice | None = None
     tried = 0
-    for rule, name, turn in _candidates(problem, tries):
+    for rule, turn in _candidates(problem, tries):
         limit = best.placement.makespan if best is not None and best.fits else stop
         placement = _simulate(problem, rule, turn, allowed, limit)
         tried += 1
@@ -152,7 +151,7 @@ def search(
         fits = all(p <= a * (1 + 1e-9) for p, a in zip(placement.peak, allowed, strict=False))
         key = (not fits, placement.makespan)
         if best is None or key < (not best.fits, best.placement.makespan):
-            best = Choice(rule, turn, name, placement, fits, tried)
+            best = Choice(rule, turn, placement, fits, tried)
         if best.fits and best.placement.makespan <= bound * (1 + enough):
             break
     return None if best is None else replace(best, tried=tried)
@@ -181,46 +180,6 @@ def lower_bound(problem: Problem) -> float:
         chain = chain + moved.sum(axis=0) + costs.backward_input.sum(axis=0)
         chain = chain + (weight[0] if problem.split else weight.sum(axis=0))
     return max(bound, float(chain.max()))
-
-
-def build(
-    plan: Plan,
-    layers: LayerList,
-    costs: OpCosts,
-    tokens: Sequence[int],
-    rule: Policy = ONE_F_ONE_B,
-    *,
-    world_size: int,
-    table: Route | None = None,
-    turn: Sequence[int] | None = None,
-    memory: Sequence[float] | None = None,
-    forward_only: bool = False,
-    switch: Transition | None = None,
-    chains: Chains = (),
-) -> Schedule:
-    """Schedule one iteration and write its instruction lists.
-
-    Args:
-        tokens: tokens of each micro-batch.
-        world_size: number of devices; ``instructions`` has a list for each, idle ones included.
-        table, turn, memory, forward_only, chains: as for :func:`simulate`.
-        switch: the change to the next iteration's plan; ``None`` keeps the plan.
-
-    Raises ``ValueError`` (or its kind ``PlanError``) when plan, model, costs and world size do
-    not belong together.
-    """
-    plan.check(layers.num_units, world_size)
-    placement = simulate(
-        plan,
-        costs,
-        rule,
-        table=table,
-        turn=turn,
-        memory=memory,
-        forward_only=forward_only,
-        chains=chains,
-    )
-    return finish(placement, layers, tokens, world_size=world_size, name=rule.name, switch=switch)
 
 
 def finish(
@@ -296,7 +255,7 @@ def _simulate(
     return place(problem, rule, turn, limits, stop)
 
 
-def _candidates(problem: Problem, tries: int) -> Iterator[tuple[Policy, str, tuple[int, ...]]]:
+def _candidates(problem: Problem, tries: int) -> Iterator[tuple[Policy, tuple[int, ...]]]:
     """Rules and orders of entry, most promising first.
 
     The free rule gains most from a good order of entry; where all micro-batches are equal there is
@@ -304,8 +263,8 @@ def _candidates(problem: Problem, tries: int) -> Iterator[tuple[Policy, str, tup
     """
     pipeline = max(1, round(len(problem.plan.devices) / max(problem.plan.degrees)))
     given = tuple(range(problem.costs.num_micro_batches))
-    found = [(ZB, name, turn) for name, turn in turns(problem.costs, pipeline, problem.chains)]
+    found = [(ZB, turn) for _, turn in turns(problem.costs, pipeline, problem.chains)]
     for rule, fits in ((ZB_V, is_v(problem.plan)), (ZB_H1, is_even_straight(problem.plan))):
         if fits:
-            found.insert(min(4, len(found)), (rule, "given", given))
+            found.insert(min(4, len(found)), (rule, given))
     yield from found[:tries]

@@ -27,6 +27,11 @@ Owners = Mapping[int, Range]
 """Device -> its range of a slab. Holders of a slab that is not sharded own all of it."""
 
 
+def round_up(value: int, multiple: int) -> int:
+    """The least multiple that is not less."""
+    return -(-value // multiple) * multiple
+
+
 def share(numel: int, degree: int, place: int) -> Range:
     """The range of the holder number ``place`` of ``degree``; the last ones may own less."""
     part = -(-numel // (degree * GRAIN)) * GRAIN

@@ -6,7 +6,7 @@ from collections import Counter, deque
 from collections.abc import Sequence
 
 from megatron_flex.planner.footprint import Footprint
-from megatron_flex.planner.levels import SliceLines, SlicePasses, StagePasses, highest
+from megatron_flex.planner.levels import Lines, SliceLines, SlicePasses, StagePasses
 from megatron_flex.schedule.instructions import (
     Backward,
     BackwardInput,
@@ -36,6 +36,11 @@ def device_peaks(
 ) -> tuple[float, float]:
     """As :meth:`megatron_flex.planner.footprint.Footprint.device`."""
     return _Replay(footprint, program, device, sliced).run()
+
+
+def highest(lines: Lines, tokens: float) -> float:
+    """Bytes of a pass for a micro-batch of so many tokens."""
+    return max(fixed + token * tokens for fixed, token in lines)
 
 
 def highest_slice(

@@ -10,7 +10,7 @@ import pytest
 from megatron_flex.data.microbatch import MicroBatch, Slice
 from megatron_flex.data.microbatches import CostCoefficients, cut_by_tokens
 from megatron_flex.planner.footprint import Footprint
-from megatron_flex.planner.levels import envelope, highest
+from megatron_flex.planner.levels import envelope
 from megatron_flex.planner.memory import slab_elements, state_bytes, total_parameters
 from megatron_flex.planner.passes import Level
 from megatron_flex.planner.plan import OPlan, Plan
@@ -18,6 +18,7 @@ from megatron_flex.programs import build_program
 from megatron_flex.schedule.instructions import Program
 from megatron_flex.schedule.transition import transition
 from tests.distributed.jobs import batch_of
+from tests.oracles.footprint import highest
 from tests.unit.planner.instances_real import small_model
 
 CONFIG = replace(small_model(4), params_dtype="float32")

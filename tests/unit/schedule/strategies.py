@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from megatron_flex.model.layers import LayerList
 from megatron_flex.planner.plan import Plan, Stage
 from megatron_flex.schedule.costs import Floats, OpCosts
-from megatron_flex.schedule.list_scheduler import POLICIES, Schedule, build
+from megatron_flex.schedule.list_scheduler import POLICIES, Schedule
 from megatron_flex.schedule.routing import route
+from tests.unit.schedule.building import build
 
 SEEDS = st.integers(0, 2**32 - 1)
 

@@ -13,12 +13,13 @@ from megatron_flex.model.layers import LayerList
 from megatron_flex.planner.plan import OPlan, Plan
 from megatron_flex.schedule.costs import OpCosts
 from megatron_flex.schedule.instructions import Instruction, Program
-from megatron_flex.schedule.list_scheduler import POLICIES, Schedule, build
+from megatron_flex.schedule.list_scheduler import POLICIES, Schedule
 from megatron_flex.schedule.migration import Migration, migrate
 from megatron_flex.schedule.routing import route
 from megatron_flex.schedule.slabs import slab_holders
 from megatron_flex.schedule.transition import Transition, transition
 from megatron_flex.schedule.validate import ProgramError, validate
+from tests.unit.schedule.building import build
 from tests.unit.schedule.strategies import Case, random_case, random_costs, random_plan
 
 

@@ -16,13 +16,14 @@ from megatron_flex.model.layers import LayerList
 from megatron_flex.planner.plan import Plan
 from megatron_flex.schedule.costs import OpCosts
 from megatron_flex.schedule.instructions import Backward, BackwardInput, Forward, Program
-from megatron_flex.schedule.list_scheduler import POLICIES, build, policy, search, simulate
+from megatron_flex.schedule.list_scheduler import POLICIES, policy, search, simulate
 from megatron_flex.schedule.operations import OpKind, check_chains
 from megatron_flex.schedule.placement import Placement
 from megatron_flex.schedule.routing import route
 from megatron_flex.schedule.text import dumps, loads
 from megatron_flex.schedule.turns import turns
 from megatron_flex.schedule.validate import ProgramError, validate
+from tests.unit.schedule.building import build
 from tests.unit.schedule.strategies import Case, cases, random_case, random_chains
 
 CLOSE = 1e-9

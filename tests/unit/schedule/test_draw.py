@@ -12,7 +12,8 @@ from megatron_flex.model.layers import LayerList
 from megatron_flex.planner.plan import Plan
 from megatron_flex.schedule import draw
 from megatron_flex.schedule.costs import OpCosts
-from megatron_flex.schedule.list_scheduler import build, policy, simulate
+from megatron_flex.schedule.list_scheduler import policy, simulate
+from tests.unit.schedule.building import build
 
 TOOL = Path(__file__).resolve().parents[3] / "tools" / "draw_schedule.py"
 

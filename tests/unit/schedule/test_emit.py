@@ -24,8 +24,9 @@ from megatron_flex.schedule.instructions import (
     SquaredNorm,
     UpdateOrSkip,
 )
-from megatron_flex.schedule.list_scheduler import build, policy
+from megatron_flex.schedule.list_scheduler import policy
 from megatron_flex.schedule.replay import replay_program
+from tests.unit.schedule.building import build
 from tests.unit.schedule.strategies import Case, cases
 
 LAYERS = LayerList(3, tied=True)

@@ -20,10 +20,11 @@ from megatron_flex.schedule.instructions import (
     Program,
     ReduceGradient,
 )
-from megatron_flex.schedule.list_scheduler import POLICIES, Schedule, build
+from megatron_flex.schedule.list_scheduler import POLICIES, Schedule
 from megatron_flex.schedule.validate import ProgramError, validate
 from tests.oracles import emit as emit_oracle
 from tests.oracles import validate as validate_oracle
+from tests.unit.schedule.building import build
 from tests.unit.schedule.strategies import random_case
 from tests.unit.schedule.switches import edited, moved, random_switch, without
 

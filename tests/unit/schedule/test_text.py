@@ -11,8 +11,8 @@ from megatron_flex.model.layers import LayerList
 from megatron_flex.planner.plan import Plan
 from megatron_flex.schedule.costs import OpCosts
 from megatron_flex.schedule.instructions import NAMES, ReduceGradient, SendActivation
-from megatron_flex.schedule.list_scheduler import build
 from megatron_flex.schedule.text import dumps, excerpt, load, loads, save, short
+from tests.unit.schedule.building import build
 from tests.unit.schedule.strategies import Case, cases
 
 PROGRAM = build(

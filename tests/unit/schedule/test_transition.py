@@ -20,9 +20,9 @@ from megatron_flex.schedule.instructions import (
     SquaredNorm,
     UpdateOrSkip,
 )
-from megatron_flex.schedule.list_scheduler import build
 from megatron_flex.schedule.text import dumps, loads
 from megatron_flex.schedule.transition import Move, Transition, transition
+from tests.unit.schedule.building import build
 from tests.unit.schedule.strategies import SEEDS
 from tests.unit.schedule.switches import SwitchCase, find, holders, random_switch
 

@@ -31,8 +31,9 @@ from megatron_flex.schedule.instructions import (
     Transfer,
     UpdateOrSkip,
 )
-from megatron_flex.schedule.list_scheduler import build, policy
+from megatron_flex.schedule.list_scheduler import policy
 from megatron_flex.schedule.validate import ProgramError, validate
+from tests.unit.schedule.building import build
 from tests.unit.schedule.strategies import SEEDS, Case, cases, random_case
 
 LAYERS = LayerList(3, tied=True)

@@ -26,10 +26,11 @@ from megatron_flex.schedule.instructions import (
     SquaredNorm,
     UpdateOrSkip,
 )
-from megatron_flex.schedule.list_scheduler import build, policy
+from megatron_flex.schedule.list_scheduler import policy
 from megatron_flex.schedule.text import dumps, loads
 from megatron_flex.schedule.transition import transition
 from megatron_flex.schedule.validate import ProgramError, validate
+from tests.unit.schedule.building import build
 from tests.unit.schedule.switches import (
     LAYERS,
     TOKENS,
