@@ -234,7 +234,7 @@ def table(rows: Sequence[Row], schedules: Sequence[str], batches: int | None) ->
             found = [r for r in rooms if r is not None]
             room = f"{sum(found) / len(found):.1f}" if found else "-"
             spent = (
-                sum(_bound(p) for _, p, _ in planned) / ideal,
+                sum(bound(p) for _, p, _ in planned) / ideal,
                 sum(fixed * len(batch.tokens) for _, _, batch in planned) / ideal,
                 sum(max(p.timeline.update) for _, p, _ in planned) / ideal,
                 sum(p.timeline.norm - p.placement.makespan for _, p, _ in planned) / ideal,
@@ -244,7 +244,7 @@ def table(rows: Sequence[Row], schedules: Sequence[str], batches: int | None) ->
               flush=True)  # fmt: skip
 
 
-def _bound(prediction: Prediction) -> float:
+def bound(prediction: Prediction) -> float:
     """Seconds below which no order of the plan's operations comes."""
     placement = prediction.placement
     after = prediction.seconds - placement.makespan  # reductions that nothing hides, updates

@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -29,6 +30,7 @@ from megatron_flex.data.bar import shown
 from megatron_flex.planner.closed_form import closed_form_profile
 from megatron_flex.planner.presets import PAPER_DEVICES, model
 from megatron_flex.planner.static import static_plan
+from megatron_flex.planner.switching import Move, switch
 from megatron_flex.planner.ways import ways
 from megatron_flex.simulator.changes import stall_seconds
 from megatron_flex.simulator.presets import PLANNED, open_cut
@@ -47,6 +49,7 @@ WAYS = {
 """Our ways, and the paper's bars."""
 FORMS = {"intra_node_1x4": (1, 4), "mixed_2x2": (2, 2), "inter_node_4x1": (4, 1)}
 """Servers and devices of each."""
+RECEIVED = "received"
 SINGLE = ("bert-24", "bert-96", "gpt-3.35b")
 LENGTHS = (1024, 4096)
 
@@ -67,7 +70,7 @@ def setting(name: str, cluster: Cluster) -> Setting:
 
 
 def single() -> dict[tuple[str, str], dict[str, float]]:
-    """Seconds of one switch by form of the cluster, model, and way."""
+    """Seconds of one switch by form of the cluster, model, and way; and bytes that are received."""
     found = {}
     for form, shape in FORMS.items():
         for name in SINGLE:
@@ -79,17 +82,26 @@ def single() -> dict[tuple[str, str], dict[str, float]]:
             running = planner.running(deep, batch)
             found[form, name] = {
                 way: stall_seconds(planner.units, running, flat, way) for way in WAYS
-            }
+            } | {RECEIVED: received(switch(planner.units, running, flat, "handover").moves)}
     return found
+
+
+def received(moves: Iterable[Move]) -> float:
+    """Most bytes that any device receives."""
+    sizes: dict[int, float] = defaultdict(float)
+    for move in moves:
+        sizes[move.device] += move.size
+    return max(sizes.values())
 
 
 def single_rows(found: dict[tuple[str, str], dict[str, float]]) -> Iterator[str]:
     """A row each, the paper's in brackets."""
-    yield f"| servers × devices | model | {' | '.join(w for w, _ in WAYS.values())} |"
-    yield "|---|---|" + "---|" * len(WAYS)
+    ways_ = " | ".join(w for w, _ in WAYS.values())
+    yield f"| servers × devices | model | a device receives | {ways_} |"
+    yield "|---|---|---|" + "---|" * len(WAYS)
     for (form, name), row in found.items():
         data = FIGURES["figure10c_switch_stall_s"][form]
-        cells = []
+        cells = [f"{row[RECEIVED] / 1e9:.1f} GB"]
         for way, (_, bar) in WAYS.items():
             paper = "" if bar is None else f" ({data[bar][SINGLE.index(name)]:g})"
             cells.append(f"{row[way]:.2f} s{paper}")

@@ -10,6 +10,8 @@ remembers, take the place of knowing them:
   one switch from the static plan to it above the static plan's own simulated time. So the sum over
   a run of any length stays at or below that of the static plan and one switch. (Batches that the
   static plan does not fit are left out.)
+
+A run's first plan has neither behind it: :class:`AtFirst`.
 """
 
 from __future__ import annotations
@@ -18,11 +20,13 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
+from megatron_flex.planner.anytime import SLACK
 from megatron_flex.planner.candidates import Candidate, Finder
 from megatron_flex.planner.decision import Decision
 from megatron_flex.planner.edges import Edges
 from megatron_flex.planner.plan import Plan, Stage
 from megatron_flex.planner.pool import Pool
+from megatron_flex.planner.simulation import simulated
 from megatron_flex.planner.switching import Running
 
 _Layout = tuple[Stage, ...]
@@ -60,8 +64,10 @@ class Amortised:
             return True
         if self._from_static is None:
             return True
-        bar = self._bar + edges.edge(self._from_static, candidate.plan)
-        return seconds + self._switch(candidate.plan) <= bar
+        bar = self._bar + edges.switch(self._from_static, candidate.plan)
+        if self._running is not None:
+            seconds += edges.switch(self._running, candidate.plan)
+        return seconds <= bar
 
     def settled(self, pool: Pool, decision: Decision) -> Pool:
         """The pool with what the decision means for the next ones."""
@@ -143,4 +149,62 @@ class Ahead(Amortised):
             if not math.isfinite(total):
                 break
             after = self._edges.running_of(candidate)
+        return total
+
+
+class AtFirst(Ahead):
+    """The same for a run's first plan, which no switch leads to: the mean of the window counts.
+
+    From it every other plan is a switch away that often takes longer than an iteration, and the
+    closed form is too rough to say which is the best to stay on. So the window's other batches are
+    simulated, too. A plan that is not worth the margin does not take the place of the static one:
+    what is the best of many for n batches owes some of that to chance, about as the root of n.
+    """
+
+    _seconds = 0.0  # of the iteration that is looked at
+    _shortest = math.inf  # seconds of all batches, of the best
+    _least = math.inf  # of what was found
+
+    def least(self, plan: Plan) -> float:
+        """The least that is known: what is slower now is not expected to be faster later on."""
+        return self._least if math.isfinite(self._least) else 0.0
+
+    def allows(self, candidate: Candidate, seconds: float) -> bool:
+        """See :class:`Amortised`."""
+        self._seconds = seconds
+        return super().allows(candidate, seconds)
+
+    def of(self, candidate: Candidate) -> float:
+        """Seconds of the mean iteration, with the margin, more than of this one.
+
+        What is too long to be chosen is not followed to its end.
+        """
+        number, before = len(self._path), self._from_static
+        most = self._shortest * (1.0 + SLACK)
+        later = self._stays(candidate, most - self._seconds)
+        total = most if later is None else self._seconds + later
+        self._shortest = min(self._shortest, total)
+        if before is not None and candidate.plan.stages != self._edges.static.stages:
+            total += math.sqrt(number) * self._edges.margin(before)
+        found = total / number - self._seconds
+        self._least = min(self._least, found)
+        return found
+
+    def _stays(self, candidate: Candidate, most: float) -> float | None:
+        """On one plan, all cut alike; where it does not fit, on the path's, after a switch.
+
+        ``None``: not below ``most``.
+        """
+        total, way = 0.0, candidate.micro_batching
+        bare = Plan(candidate.plan.stages)
+        for finder, other in zip(self._finders[1:], self._path[1:], strict=False):
+            pricer = finder.pricers[min(way, len(finder.pricers) - 1)]
+            price = pricer.price(bare)
+            if not price.fits:
+                total += self._edges.edge(self._edges.running_of(candidate), other.plan)
+                pricer, price = finder.pricers[other.micro_batching], other.price
+            found = simulated(finder.units, price.plan, pricer.batch, stop=most - total)
+            if found is None:
+                return None
+            total += found[0] + price.swap
         return total

@@ -20,9 +20,16 @@ class Edges:
         """An iteration of a candidate, as the switch after it sees it."""
         return running_of(self._planner.units, candidate.price)
 
+    def margin(self, running: Running) -> float:
+        """Seconds that a switch must be worth besides its own."""
+        return self._planner.options.margin * running.seconds
+
+    def switch(self, running: Running, plan: Plan) -> float:
+        """Seconds of a switch."""
+        return self._switches.price(running, plan).seconds
+
     def edge(self, running: Running, plan: Plan) -> float:
         """Seconds of a switch, and the margin that every switch must be worth on top."""
         if running.plan.stages == plan.stages:
             return 0.0
-        margin = self._planner.options.margin * running.seconds
-        return self._switches.price(running, plan).seconds + margin
+        return self.switch(running, plan) + self.margin(running)

@@ -24,7 +24,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise, zip_longest
 
-from megatron_flex.planner.beyond import Ahead, Amortised
+from megatron_flex.planner.beyond import Ahead, Amortised, AtFirst
 from megatron_flex.planner.build import Batch
 from megatron_flex.planner.candidates import MANY_DEVICES, Candidate, Finder
 from megatron_flex.planner.decision import Decision, Infeasible
@@ -209,7 +209,8 @@ class Lookahead:
         found += prospect.own
         if count == 0:
             return self.planner.choose(finders[0], found, running, settled=first), pool
-        ahead = Ahead(self._edges, running, pool, finders, path.plans, path.rest)
+        view = AtFirst if running is None else Ahead
+        ahead = view(self._edges, running, pool, finders, path.plans, path.rest)
         decision, after = self.planner.search(
             finders[0], found, running, pool, count, ahead, (self.static, Plan(first.plan.stages))
         )

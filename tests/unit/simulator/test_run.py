@@ -139,7 +139,7 @@ def test_one_device_stands_for_several(monkeypatch: pytest.MonkeyPatch) -> None:
     full = Setting(config, cluster, closed_form_profile(config, cluster), base)
     some = full.thinned
     assert (some.devices, some.width, some.full) == (4, 4, full)
-    span = Span(Mixture(256, longest=2048), 2, 1, 4)
+    span = Span(Mixture(256, 1, longest=2048), 2, 1, 4)
     for name in ("flexpipe-untuned", "packed-1f1b", "tensor-parallel", "context-parallel"):
         whole = open_simulation(name, full, span).step(0)
         part = open_simulation(name, some, span.of(some)).step(0)
