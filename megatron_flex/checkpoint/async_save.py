@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_flex.checkpoint.errors import CheckpointError
+from megatron_flex.checkpoint.layout import Foreign
 from megatron_flex.checkpoint.parts import Value, local_of, with_local
 from megatron_flex.checkpoint.ranks import DEFAULT_TIMEOUT, Ranks
 from megatron_flex.checkpoint.retention import KEEP_ALL, Retention
@@ -39,8 +40,10 @@ class AsyncSaver:
         group: dist.ProcessGroup | None,
         retention: Retention = KEEP_ALL,
         timeout: float = DEFAULT_TIMEOUT,
+        foreign: Foreign | None = None,
     ) -> None:
         self._directory = Path(directory)
+        self._foreign = foreign
         self._ranks = Ranks(group, timeout)
         self._retention = retention
         self._buffers: dict[str, Value] = {}
@@ -88,6 +91,7 @@ class AsyncSaver:
             copy.deepcopy(dict(common)),
             self._ranks,
             self._retention if rotate else KEEP_ALL,
+            self._foreign,
         )
         self._job.start()
         return waited
@@ -146,6 +150,7 @@ class _Job(threading.Thread):
         common: dict[str, Any],
         ranks: Ranks,
         retention: Retention,
+        foreign: Foreign | None,
     ) -> None:
         super().__init__(name=f"checkpoint-{iteration}", daemon=True)
         self.iteration = iteration
@@ -160,6 +165,7 @@ class _Job(threading.Thread):
             group=ranks.group,
             retention=retention,
             timeout=ranks.timeout,
+            foreign=foreign,
         )
 
     def run(self) -> None:

@@ -128,6 +128,34 @@ def locked(directory: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
+class Foreign:
+    """Notices that another run has saved into a directory since this one last looked."""
+
+    def __init__(self, directory: Path | str) -> None:
+        self._tracker = Path(directory) / TRACKER
+        self._known = self._stamp()
+
+    def check(self) -> None:
+        """Raise :class:`CheckpointError` if it has. Only while :func:`locked`."""
+        found = self._stamp()
+        if found not in (None, self._known):  # None: somebody has cleared the directory
+            raise CheckpointError(
+                f"another run has saved iteration {self._tracker.read_text()[:20]} into"
+                f" {self._tracker.parent} while this one was running: give each run its own --save"
+            )
+
+    def saved(self) -> None:
+        """This run has."""
+        self._known = self._stamp()
+
+    def _stamp(self) -> tuple[int, int] | None:
+        try:
+            found = self._tracker.stat()
+        except OSError:
+            return None
+        return found.st_ino, found.st_mtime_ns  # a new file each time
+
+
 def create_temporary(directory: Path, iteration: int) -> Path:
     """Make the hidden directory that a checkpoint is written to."""
     path = directory / f".tmp-{name_of(iteration)}-{secrets.token_hex(4)}"

@@ -45,14 +45,15 @@ def save(
     group: dist.ProcessGroup | None,
     retention: Retention = KEEP_ALL,
     timeout: float = DEFAULT_TIMEOUT,
+    foreign: layout.Foreign | None = None,
 ) -> Path:
     """Write the checkpoint of ``iteration`` and name it in the tracker; all ranks call this.
 
     ``tensors`` are those that this rank owns, by name; each name has one owner, or ranks whose
     parts of it are together the whole. ``common`` is a JSON object, the same on all ranks.
     ``group`` is a gloo group that nothing else uses meanwhile (``None``: a single process).
-    ``timeout`` is in seconds for each wait. Returns the checkpoint's directory, which is on the
-    disk then.
+    ``timeout`` is in seconds for each wait. ``foreign``, asked by the first rank, refuses to save
+    where another run has meanwhile. Returns the checkpoint's directory, which is on the disk then.
 
     Raises :class:`CheckpointError` on all ranks when anything fails on one; the checkpoints that
     were there before are as they were, and what was written of this one is deleted.
@@ -67,6 +68,8 @@ def save(
         def prepare() -> str:
             directory.mkdir(parents=True, exist_ok=True)
             stack.enter_context(layout.locked(directory))
+            if foreign is not None:
+                foreign.check()
             layout.remove_leftovers(directory)
             return str(layout.create_temporary(directory, iteration))
 
@@ -80,6 +83,8 @@ def save(
                 manifest = Manifest(iteration, files, entries)
                 layout.write_synced(temporary / MANIFEST, manifest.dumps())
                 path = layout.publish(temporary, iteration)
+                if foreign is not None:
+                    foreign.saved()
                 for expired in retention.expired(layout.iterations_in(directory), iteration):
                     with suppress(OSError):  # the new checkpoint is complete all the same
                         layout.discard(directory / layout.name_of(expired))

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from megatron_flex.checkpoint.async_save import AsyncSaver
 from megatron_flex.checkpoint.errors import CheckpointError
-from megatron_flex.checkpoint.layout import iterations_in, latest
+from megatron_flex.checkpoint.layout import Foreign, iterations_in, latest
 from megatron_flex.checkpoint.load import load, read_common
 from megatron_flex.checkpoint.manifest import MODEL
 from megatron_flex.checkpoint.options import LoadOptions
@@ -66,8 +66,11 @@ class Checkpoints:
         self._background: AsyncSaver | None = None
         if options.save is not None:
             check_writable(options.save, group=self._group)
+            self._foreign = Foreign(options.save)
             if options.async_save:
-                self._background = AsyncSaver(options.save, group=self._group, retention=retention)
+                self._background = AsyncSaver(
+                    options.save, group=self._group, retention=retention, foreign=self._foreign
+                )
 
     @property
     def failed(self) -> bool:
@@ -111,6 +114,7 @@ class Checkpoints:
                 common,
                 group=self._group,
                 retention=self._retention if rotate else KEEP_ALL,
+                foreign=self._foreign,
             )
 
     @property

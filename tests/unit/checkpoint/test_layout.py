@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import multiprocessing
+import shutil
 from pathlib import Path
 
 import pytest
+import torch
 
 from megatron_flex.checkpoint import layout
+from megatron_flex.checkpoint.async_save import AsyncSaver
 from megatron_flex.checkpoint.errors import CheckpointError
+from megatron_flex.checkpoint.load import verify
+from megatron_flex.checkpoint.save import save
 from tests.unit import disk
 
 
@@ -149,6 +154,23 @@ def test_two_processes_cannot_save_into_one_directory(tmp_path: Path) -> None:
             message = pool.apply(_try_lock, (str(tmp_path),))
         assert "another process is saving into" in message
         assert pool.apply(_try_lock, (str(tmp_path),)) == "locked"
+
+
+def test_what_another_run_has_saved_is_not_overwritten(tmp_path: Path) -> None:
+    directory = tmp_path / "saved"
+    mine, its = layout.Foreign(directory), layout.Foreign(directory)
+    for run, iteration in ((mine, 1), (mine, 2)):
+        save(directory, iteration, {"a": torch.ones(1)}, {}, group=None, foreign=run)
+    saver = AsyncSaver(directory, group=None, foreign=its)
+    saver.start(1, {"a": torch.zeros(1)}, {})
+    with pytest.raises(CheckpointError, match=r"has saved iteration 2 into .*its own --save"):
+        saver.wait()
+    save(directory, 3, {"a": torch.ones(1)}, {}, group=None, foreign=mine)
+    verify(directory)
+    assert layout.iterations_in(directory) == [1, 2, 3]
+    shutil.rmtree(directory)  # whoever clears it wants what comes next
+    save(directory, 4, {"a": torch.ones(1)}, {}, group=None, foreign=mine)
+    assert layout.latest(directory) == 4
 
 
 def test_checkpoints_that_no_tracker_names_are_listed_with_the_way_to_choose(
