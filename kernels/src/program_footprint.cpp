@@ -15,7 +15,9 @@ struct mflex_footprint_problem {
   int64_t devices, stages, batches, slabs, chains;
   int64_t posted;                 // receives that are posted ahead
   int64_t window;                 // offloaded states that are worked on at a time
+  int64_t divided;                // devices of a server, between which messages come in shares; 0
   double boundary;                // bytes of a token between units
+  double share;                   // of it in a message that comes in shares
   double keys_values, gradients;  // of one attention unit, a token of a chain
   double tables;                  // rotary tables, a token of a chain
   const uint64_t* words;
@@ -136,12 +138,13 @@ class Replay {
     }
     steps_.clear();
     expected_.clear();
+    device_ = device;
     evaluates_ = true;
     Reader list(p_.words + p_.word_offset[device], p_.words + p_.word_offset[device + 1]);
     while (!list.done()) {
       const Step step = list.take();
       steps_.push_back(step);
-      if (is_receive(step.op)) expected_.push_back(step.batch());
+      if (is_receive(step.op)) expected_.push_back(posted_bytes(step));
       if (is_compute(step.op)) ++left_[step.batch()];
       if (step.op == kBackward || step.op == kBackwardInput) evaluates_ = false;
     }
@@ -190,15 +193,27 @@ class Replay {
 
   void post() {
     while (next_expected_ < expected_.size() && posted_ < p_.posted) {
-      take(p_.boundary * tokens(expected_[next_expected_++]));
+      take(expected_[next_expected_++]);
       ++posted_;
     }
+  }
+
+  // Whether a message comes from another server, in a share for each rank of the device.
+  bool in_shares(const Step& step) const {
+    return p_.divided && step.peer() / p_.divided != device_ / p_.divided;
+  }
+  double posted_bytes(const Step& step) const {
+    return (in_shares(step) ? p_.share : p_.boundary) * tokens(step.batch());
   }
 
   void transfer(const Step& step) {
     if (is_receive(step.op)) {
       --posted_;  // its buffer goes on as an activation or a gradient
       post();
+      if (in_shares(step)) {  // once the whole has been gathered in another
+        take(p_.boundary * tokens(step.batch()));
+        used_ -= posted_bytes(step);
+      }
     } else {
       sent_.push_back(p_.boundary * tokens(step.batch()));
     }
@@ -438,8 +453,9 @@ class Replay {
   std::vector<Cut> cut_;
   std::vector<double> context_;
   std::vector<char> has_context_;
-  std::vector<int64_t> left_;      // operations to come of each micro-batch
-  std::vector<int64_t> expected_;  // micro-batches of the messages to come
+  std::vector<int64_t> left_;  // operations to come of each micro-batch
+  int64_t device_ = 0;
+  std::vector<double> expected_;  // bytes of the buffers of the messages to come
   size_t next_expected_ = 0, computed_ = 0;
   int64_t posted_ = 0;
   bool evaluates_ = true, any_goes_ = false;

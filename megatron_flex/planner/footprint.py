@@ -45,8 +45,8 @@ from megatron_flex.schedule.shards import Range, cuts, sharded_slabs, share
 from megatron_flex.schedule.slabs import slab_holders
 
 _Problem = structure(
-    "devices stages batches slabs chains posted window",
-    "boundary keys_values gradients tables",
+    "devices stages batches slabs chains posted window divided",
+    "boundary share keys_values gradients tables",
     "words word_offset tokens sliced chain chain_ends chain_tokens moves pass line_offset line"
     " slice slice_offset slice_line weight_offset weight_line held held_offset held_slab held_bytes"
     " offloaded joined swap recut_offset recut_slab recut peak",
@@ -63,6 +63,7 @@ class Footprint:
         config: the model.
         exact: gradients are summed exactly (``--flexpipe-bitwise``), in 8 more bytes a parameter.
         tensor: how layers are shared; bytes are those of one rank of a device.
+        divided: see :attr:`megatron_flex.schedule.part.Part.divided`.
 
     Attributes:
         elements: padded elements of every slab.
@@ -70,10 +71,16 @@ class Footprint:
     """
 
     def __init__(
-        self, config: ModelConfig, *, exact: bool = False, tensor: TensorParallel = ALONE
+        self,
+        config: ModelConfig,
+        *,
+        exact: bool = False,
+        tensor: TensorParallel = ALONE,
+        divided: int = 0,
     ) -> None:
         self._config = config
         self._tensor = tensor
+        self._divided = divided
         self._exact = exact
         self._layers = config.layers
         self._units = self._layers.units
@@ -283,7 +290,9 @@ class Footprint:
             chains=len(chains),
             posted=POSTED,
             window=WINDOW,
+            divided=self._divided,
             boundary=self._hidden,
+            share=self._hidden / self._tensor.size,
             keys_values=self.chains.keys_values,
             gradients=self.chains.gradients,
             tables=self._tables,

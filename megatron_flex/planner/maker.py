@@ -77,7 +77,10 @@ class Maker:
     def __init__(self, costs: ModelCosts) -> None:
         self.costs = costs
         self.footprint = Footprint(
-            costs.config, exact=costs.options.bitwise, tensor=costs.options.tensor
+            costs.config,
+            exact=costs.options.bitwise,
+            tensor=costs.options.tensor,
+            divided=costs.divided,
         )
         self._made: OrderedDict[tuple[object, ...], Made] = OrderedDict()
 

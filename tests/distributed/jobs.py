@@ -193,7 +193,7 @@ def train(
     optimizer = OptimizerConfig(adam_eps=ADAM_EPS, clip_grad=CLIP_GRAD)
     executor = Executor(world, holdings, optimizer, None if arena is None else arena(world))
     tensor = TensorParallel(sharing, sequence_parallel)
-    footprint = Footprint(config, exact=exact, tensor=tensor)
+    footprint = Footprint(config, exact=exact, tensor=tensor, divided=divided)
     results = []
     broken = False
     honest = dict(executor.handlers)

@@ -99,7 +99,8 @@ class _Replay:
         self.evaluates = not any(isinstance(i, whole) for i in self.instructions)
         self.sent: deque[float] = deque()  # bytes of messages that are not taken
         receives = (RecvActivation, RecvGradient)
-        self.expected = [i.tokens for i in self.instructions if isinstance(i, receives)]
+        self.device = device
+        self.expected = [self._posted(i) for i in self.instructions if isinstance(i, receives)]
         self.expected.reverse()
         self.posted = 0
         self.left = Counter(i.micro_batch for i in self.instructions if isinstance(i, Compute))
@@ -143,8 +144,17 @@ class _Replay:
 
     def _post(self) -> None:
         while self.expected and self.posted < POSTED:
-            self._take(self.f.boundary * self.expected.pop())
+            self._take(self.expected.pop())
             self.posted += 1
+
+    def _in_shares(self, op: Transfer) -> bool:
+        servers = self.f._divided
+        return bool(servers) and op.peer // servers != self.device // servers
+
+    def _posted(self, op: Transfer) -> float:
+        """Bytes of the buffer that a message comes to."""
+        share = self.f.boundary / self.f._tensor.size
+        return (share if self._in_shares(op) else self.f.boundary) * op.tokens
 
     def _transfer(self, op: Transfer) -> None:
         if isinstance(op, (SendActivation, SendGradient)):
@@ -152,6 +162,9 @@ class _Replay:
         else:
             self.posted -= 1  # its buffer goes on as an activation or a gradient
             self._post()
+            if self._in_shares(op):  # all of it is gathered in another
+                self._take(self.f.boundary * op.tokens)
+                self.used -= self._posted(op)
 
     def _delivered(self, under_way: int) -> None:
         """All but the last messages have been taken."""

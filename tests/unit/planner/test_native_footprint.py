@@ -10,6 +10,7 @@ from megatron_flex.model.config import ModelConfig
 from megatron_flex.model.layers import LayerList
 from megatron_flex.planner.footprint import Footprint
 from megatron_flex.planner.plan import OPlan, Plan
+from megatron_flex.planner.tensor import ALONE, TensorParallel
 from megatron_flex.schedule.instructions import Program
 from tests.oracles.footprint import device_peaks
 from tests.unit.planner.test_passes import MODELS
@@ -46,7 +47,10 @@ def case(seed: int) -> tuple[Footprint, Program, Sequence[int]]:
     for chain in program.chains:
         for m in chain:
             sliced[m] = rng.randint(1, program.tokens[m])
-    footprint = Footprint(config_of(rng, layers), exact=rng.random() < 0.3)
+    shared, server = rng.choice([(ALONE, 0), (TensorParallel(2), rng.randint(1, 3))])
+    footprint = Footprint(
+        config_of(rng, layers), exact=rng.random() < 0.3, tensor=shared, divided=server
+    )
     return footprint, program, sliced if rng.random() < 0.8 else ()
 
 
