@@ -65,6 +65,7 @@ from megatron_flex.planner.tensor_choice import Outlook, best, in_words, reasons
 from megatron_flex.planner.ways import ways
 from megatron_flex.schedule.list_scheduler import POLICIES
 from megatron_flex.signals import run_tool
+from megatron_flex.simulator.sources import read_batches
 from megatron_flex.tokenizers.base import TokenizerError
 
 BUDGETS = (1024, 2048, 4096)
@@ -144,28 +145,20 @@ def tensor_size(text: str) -> int:
     return int(text)
 
 
-def read_batches(args: argparse.Namespace) -> list[list[int]]:
+def batches_of(args: argparse.Namespace) -> list[Sequence[int]]:
     """Lengths of the samples of every batch."""
-    if args.lengths:
-        batches = [args.lengths]
-    elif args.mock_batches:
-        size = args.global_batch_size
-        drawn = mixture_lengths(args.seed, np.arange(args.mock_batches * size))
-        batches = [row.tolist() for row in drawn.reshape(args.mock_batches, size)]
-    else:
-        batches = []
-        for number, line in enumerate(args.batch_file.read_text().splitlines(), 1):
-            if not line.strip() or line.startswith("#"):
-                continue
-            try:
-                batches.append([int(word) for word in line.split()])
-            except ValueError:
-                raise SystemExit(
-                    f"{args.batch_file}, line {number}: lengths must be whole numbers: {line!r}"
-                ) from None
-    if not batches or any(n < 1 for row in batches for n in row):
-        raise SystemExit("every batch needs samples of at least one token")
-    return batches
+    if args.batch_file is not None:
+        return list(read_batches(args.batch_file))
+    if args.lengths is not None:
+        if min(args.lengths) < 1:
+            raise ValueError(f"--lengths must be at least 1, not {min(args.lengths)}")
+        return [args.lengths]
+    for name in ("mock_batches", "global_batch_size"):
+        if getattr(args, name) < 1:
+            raise ValueError(f"--{name.replace('_', '-')} must be at least 1")
+    number, size = args.mock_batches, args.global_batch_size
+    drawn = mixture_lengths(args.seed, np.arange(number * size))
+    return list(drawn.reshape(number, size).tolist())
 
 
 def cuts(args: argparse.Namespace, config: ModelConfig) -> list[Cut]:
@@ -224,7 +217,7 @@ def described(args: argparse.Namespace, config: ModelConfig) -> tuple[Planner, l
     if (doubt := profile.doubt(None)) is not None:
         print(f"plan: warning: {doubt}", file=sys.stderr)
     planner, among = Planner(config, profile, cluster, chosen), cuts(args, config)
-    return planner, [cut_batch(b, among, cluster.world_size) for b in read_batches(args)]
+    return planner, [cut_batch(b, among, cluster.world_size) for b in batches_of(args)]
 
 
 def choose_tensor_size(args: argparse.Namespace, config: ModelConfig) -> None:

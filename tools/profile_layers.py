@@ -68,6 +68,8 @@ from megatron_flex.profiling import (
 )
 from megatron_flex.runtime.world import World
 from megatron_flex.signals import end_quietly, run_tool, withheld
+from megatron_flex.telemetry.files import try_file
+from megatron_flex.telemetry.sink import TelemetryError
 from megatron_flex.tokenizers.base import TokenizerError
 
 TOKENS = [64, 128, 256, 512, 1024, 2048]
@@ -121,6 +123,10 @@ def config_of(args: argparse.Namespace) -> ModelConfig:
         config = model(args.model)
         return replace(config, max_position_embeddings=max(config.max_position_embeddings, longest))
     heads = args.num_attention_heads
+    if heads < 1 or args.hidden_size % heads:
+        raise ValueError(
+            f"--hidden-size {args.hidden_size} is no multiple of --num-attention-heads {heads}"
+        )
     return ModelConfig(
         num_layers=1,
         hidden_size=args.hidden_size,
@@ -248,15 +254,32 @@ def _rank(
     dist.destroy_process_group()
 
 
+def checked(args: argparse.Namespace) -> torch.device:
+    """Where to measure. Raises ``ValueError`` or ``TelemetryError`` for what cannot be."""
+    for name, least in (("tokens", 1), ("lengths", 1), ("repeats", 1), ("held_out", 0)):
+        given = getattr(args, name)
+        smallest = min(given) if isinstance(given, list) else given
+        if smallest is not None and smallest < least:
+            raise ValueError(f"--{name.replace('_', '-')} must be at least {least}")
+    try_file(args.output, "--output")  # before minutes are spent on what goes there
+    usable = torch.cuda.is_available()
+    try:
+        device = torch.device(args.device or ("cuda" if usable else "cpu"))
+    except RuntimeError as error:
+        raise ValueError(f"--device {args.device}: {error}") from error
+    if device.type != "cpu" and not (device.type == "cuda" and usable):
+        raise ValueError(f"--device {args.device}: there is none here")
+    return device
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     try:
         args, run = read_run(parser, argv)
-    except (DataError, PlanError, TokenizerError, ValueError, OSError) as error:
+        device = checked(args)
+        args.tokens = args.tokens or (TOKENS if run is None else measured_tokens(run))
+    except (DataError, PlanError, TelemetryError, TokenizerError, ValueError, OSError) as error:
         print(f"profile: {error}", file=sys.stderr)
         return 1
-    args.tokens = args.tokens or (TOKENS if run is None else measured_tokens(run))
-    chosen = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    device = torch.device(chosen)
     if device.type == "cpu":
         torch.set_num_threads(1)
     try:
@@ -283,6 +306,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         profile, seen, rest = shared(work, device, tensor) if tensor.size > 1 else work(device)
     except (ProfileError, ValueError) as error:
         print(f"profile: {error}", file=sys.stderr)
+        return 1
+    except mp.ProcessExitedException as error:
+        print(f"profile: a process that measured has died: {error}", file=sys.stderr)
         return 1
     args.output.parent.mkdir(parents=True, exist_ok=True)
     profile.save(args.output)

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -133,6 +134,9 @@ def micro_batches(args: argparse.Namespace, config: ModelConfig) -> tuple[MicroB
 
 def plans(args: argparse.Namespace, config: ModelConfig) -> tuple[int, dict[str, Plan]]:
     """The number of devices, and the plans to report by name."""
+    for name in ("stages", "devices"):
+        if getattr(args, name) is not None and getattr(args, name) < 1:
+            raise ValueError(f"--{name} must be at least 1")
     if args.plan is not None:
         plan = Plan.parse(args.plan)
         devices = args.devices or plan.devices[-1] + 1
@@ -169,6 +173,13 @@ def beside(config: ModelConfig, plan: Plan, *, compare: bool) -> dict[str, Plan]
                     continue  # no stage has replicas
             found.setdefault(name, other)
     return found
+
+
+def budget_of(gigabytes: float | None) -> float | None:
+    """Bytes of ``--budget-gb``."""
+    if gigabytes is not None and not 0.0 < gigabytes < math.inf:
+        raise ValueError(f"--budget-gb must be a finite number above 0, not {gigabytes}")
+    return None if gigabytes is None else gigabytes * 1e9
 
 
 def plan_for(run: Run, lengths: Sequence[int]) -> Plan:
@@ -248,6 +259,7 @@ def table_of_devices(rows: Sequence[Row], budget: float | None) -> list[str]:
 def main(argv: Sequence[str] | None = None) -> int:
     try:
         args, run = read_run(parser, argv)
+        given = budget_of(args.budget_gb)
         if run is None:
             name, config = args.model, model(args.model)
             if args.float32:
@@ -276,7 +288,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (DataError, PlanError, TokenizerError, ValueError, OSError) as error:
         print(f"report_memory: {error}", file=sys.stderr)
         return 1
-    budget = None if args.budget_gb is None else args.budget_gb * 1e9
+    budget = given
     if budget is None and run is not None:
         budget = run.config.flexpipe.memory_budget
     tokens = [m.tokens for m in parts]

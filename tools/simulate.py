@@ -24,17 +24,17 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import multiprocessing
-import signal
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
+
+import xxhash
 
 ROOT = Path(__file__).resolve().parent.parent
 if str(ROOT) not in sys.path:
@@ -52,7 +52,8 @@ from megatron_flex.planner.options import PlannerOptions
 from megatron_flex.planner.plan import PlanError
 from megatron_flex.planner.presets import MODELS, model
 from megatron_flex.planner.tensor import TensorParallel
-from megatron_flex.signals import end_quietly, run_tool, withheld
+from megatron_flex.processes import ProcessDied, Processes
+from megatron_flex.signals import run_tool
 from megatron_flex.simulator.files import EVERY, SimulationFile
 from megatron_flex.simulator.presets import CONFIGURATIONS, PLANNED, STATIC
 from megatron_flex.simulator.run import Span, open_simulation, setup_of
@@ -214,9 +215,13 @@ def _document_lengths(prefix: str) -> Any:
 
     from megatron_flex.data.indexed import IndexedDocuments  # it loads megatron-core
 
-    documents = IndexedDocuments(prefix.removesuffix(".idx").removesuffix(".bin"))
+    documents = IndexedDocuments(_prefix(prefix))
     lengths = documents.lengths(np.arange(documents.num_documents))
     return lengths[lengths > 0]
+
+
+def _prefix(path: str) -> str:
+    return path.removesuffix(".idx").removesuffix(".bin")
 
 
 def span_of(args: argparse.Namespace) -> Span:
@@ -234,6 +239,23 @@ def span_of(args: argparse.Namespace) -> Span:
     return Span(source_of(args), args.iterations, args.tuning_batches, count, args.programs, every)
 
 
+def contents_of(args: argparse.Namespace) -> dict[str, str]:
+    """Digests of the files that arguments name: another content is another simulation."""
+    files = {name: getattr(args, name) for name in ("model", "cluster", "profile", "lengths_file",
+                                                    "batch_file")}  # fmt: skip
+    if args.data_path is not None:
+        files["data_path"] = f"{_prefix(args.data_path)}.idx"
+    found = {}
+    for name, path in files.items():
+        if path is not None and Path(path).is_file():
+            content = xxhash.xxh3_64()
+            with open(path, "rb") as file:
+                while piece := file.read(1 << 20):
+                    content.update(piece)
+            found[f"{name} holds"] = content.hexdigest()
+    return found
+
+
 def header_of(work: Work) -> dict[str, Any]:
     """What the file of a configuration says that it is."""
     left_out = ("configurations", "list", "output", "jobs")
@@ -242,6 +264,7 @@ def header_of(work: Work) -> dict[str, Any]:
         for name, value in sorted(vars(work.arguments).items())
         if name not in left_out and value != parser().get_default(name)
     }
+    given |= contents_of(work.arguments)
     given.pop("tensor_model_parallel_size", None)
     if work.size > 1:
         given["tensor_model_parallel_size"] = work.size
@@ -315,13 +338,6 @@ def simulate(work: Work, step: Callable[[], object]) -> Outcome:
 
 Result = Outcome | str
 """Or what is wrong."""
-_steps: Any = None
-
-
-def _start(steps: Any) -> None:
-    global _steps
-    end_quietly()
-    _steps = steps
 
 
 def attempt(work: Work, step: Callable[[], object]) -> Result:
@@ -332,8 +348,15 @@ def attempt(work: Work, step: Callable[[], object]) -> Result:
         return str(error)
 
 
-def _in_process(work: Work) -> Result:
-    return attempt(work, lambda: _steps.put(1))
+def _attempts(step: Callable[[], object]) -> Callable[[Work], Result]:
+    return partial(attempt, step=step)
+
+
+def _result(future: Future[Result]) -> Result:
+    try:
+        return future.result()
+    except ProcessDied as error:
+        return f"{error}; the same command goes on with --output, and fewer --jobs need less memory"
 
 
 def joined(work: Work, parts: Sequence[Result]) -> Result:
@@ -372,26 +395,9 @@ def _results(works: Sequence[Work], jobs: int, total: int) -> Iterator[tuple[Wor
         if min(jobs, len(works)) == 1:
             yield from ((work, attempt(work, lambda: bar.update(1))) for work in works)
             return
-        context = multiprocessing.get_context("spawn")
-        with withheld(signal.SIGINT):
-            started = context.Manager()
-        with started as manager:
-            steps = manager.Queue()
-
-            def count() -> None:
-                while steps.get():
-                    bar.update(1)
-
-            counter = threading.Thread(target=count, daemon=True)
-            counter.start()
-            try:
-                with ProcessPoolExecutor(jobs, context, _start, (steps,)) as pool:
-                    with withheld(signal.SIGINT):
-                        waiting = [pool.submit(_in_process, work) for work in works]
-                    yield from ((w, f.result()) for w, f in zip(works, waiting, strict=True))
-            finally:
-                steps.put(0)
-                counter.join()
+        with Processes(min(jobs, len(works)), _attempts, lambda: bar.update(1)) as processes:
+            waiting = [processes.submit(work) for work in works]
+            yield from ((w, _result(f)) for w, f in zip(works, waiting, strict=True))
 
 
 def problem(args: argparse.Namespace) -> str:

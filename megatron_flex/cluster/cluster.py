@@ -112,6 +112,8 @@ class Device:
     def __post_init__(self) -> None:
         _positive("memory", self.memory)
         _positive("memory_bytes_per_second", self.memory_bytes_per_second)
+        if not (0.0 <= self.peak_flops < math.inf):
+            raise ClusterError(f"peak_flops must be finite and not negative, not {self.peak_flops}")
 
 
 @dataclass(frozen=True)

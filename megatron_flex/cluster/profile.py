@@ -290,8 +290,11 @@ class Profile:
     def save(self, path: Path) -> None:
         """Write the text form; never half-written."""
         partial = path.with_name(f".{path.name}.{os.getpid()}")
-        partial.write_text(self.to_json() + "\n")
-        partial.replace(path)
+        try:
+            partial.write_text(self.to_json() + "\n")
+            partial.replace(path)
+        finally:
+            partial.unlink(missing_ok=True)
 
     @classmethod
     def load(cls, path: Path) -> Profile:
@@ -300,6 +303,8 @@ class Profile:
             return cls.from_json(path.read_text())
         except OSError as error:
             raise ProfileError(f"cannot read the profile {path}: {error.strerror}") from error
+        except UnicodeDecodeError as error:
+            raise ProfileError(f"the profile {path} is no text: {error}") from error
 
 
 def _check(profile: str, name: str, number: Any) -> None:

@@ -9,7 +9,6 @@ from typing import Protocol
 from megatron_flex.data.errors import DataError
 from megatron_flex.data.jsonl import EMPTY, RawLine, parse
 from megatron_flex.data.sentences import split_sentences
-from megatron_flex.signals import end_quietly
 
 ENDED = "ends in the end token, which then stands between prompt and completion"
 
@@ -144,17 +143,9 @@ class Encoder:
         return Document(ids, lengths)
 
 
-_encoder: Encoder | None = None
-
-
-def start_worker(make_encoder: Callable[[], Encoder]) -> None:
-    """Make the encoder of this worker process."""
-    global _encoder
-    end_quietly()
-    _encoder = make_encoder()
-
-
-def encode_in_worker(lines: Sequence[RawLine]) -> Encoded:
-    """Encode lines with the encoder of this worker process."""
-    assert _encoder is not None
-    return _encoder.lines(lines)
+def make_lines(
+    make_encoder: Callable[[], Encoder], step: Callable[[], object]
+) -> Callable[[Sequence[RawLine]], Encoded]:
+    """What a process of :class:`megatron_flex.processes.Processes` does: encode lines."""
+    del step  # lines are few
+    return make_encoder().lines

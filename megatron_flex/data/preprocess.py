@@ -2,40 +2,31 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import signal
+import threading
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
-from contextlib import ExitStack
+from collections.abc import Callable, Generator, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed, wait
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain, islice
 from pathlib import Path
-from typing import TypeVar
 
 import numpy as np
 
 from megatron_flex.data.bar import progress_bar
 from megatron_flex.data.chat_encode import CHAT, ChatOptions, make_encoder
-from megatron_flex.data.encode import (
-    Encoded,
-    EncodeOptions,
-    Encoder,
-    encode_in_worker,
-    start_worker,
-)
+from megatron_flex.data.encode import Encoded, EncodeOptions, Encoder, make_lines
 from megatron_flex.data.errors import DataError
 from megatron_flex.data.indexed_writer import IndexedWriter
 from megatron_flex.data.jsonl import RawLine, read_lines
-from megatron_flex.signals import withheld
+from megatron_flex.processes import ProcessDied, Processes
 from megatron_flex.tokenizers.base import Tokenizer
 
-_T = TypeVar("_T")
 _CHUNK = 64  # lines that go to a worker at once
 _AHEAD = 4  # chunks for each worker that are read ahead: bounds memory
+_LOOK = 0.5  # seconds between looks whether another partition has failed
 
 
 @dataclass(frozen=True)
@@ -64,10 +55,13 @@ class PreprocessOptions:
         return partial(make_encoder, self.make_tokenizer, self.encode, self.chat)
 
     def prefix(self, key: str, partition: int | None = None) -> str:
-        """Where the documents of ``key`` go: ``{prefix}_{key}_{document|sentence}``."""
+        """Where the documents of ``key`` go: ``{prefix}_{key}_{document|sentence}``.
+
+        Those of a partition go where nobody has a data set of his own, and only for a while.
+        """
         level = "sentence" if self.encode.split_sentences else "document"
-        part = "" if partition is None else f"_{partition}"
-        return f"{self.output_prefix}{part}_{key}_{level}"
+        part = "" if partition is None else f".partition{partition}"
+        return f"{self.output_prefix}_{key}_{level}{part}"
 
 
 @dataclass
@@ -134,7 +128,7 @@ def preprocess(options: PreprocessOptions) -> Report:
         if not Path(path).is_file():
             raise DataError(f"--input {path}: no such file")
     if options.partitions == 1:
-        return _partition(options, None, 0, 0)
+        return _partition(options, None, 0, 0, threading.Event())
     block = 0
     if options.keep_sequential_samples:
         total = sum(1 for path in options.inputs for _ in read_lines(path))
@@ -150,12 +144,17 @@ def preprocess(options: PreprocessOptions) -> Report:
 
 def _run_partitions(options: PreprocessOptions, block: int) -> Report:
     """Each partition writes in a thread of its own; its workers, which tokenize, are processes."""
-    report = Report()
+    report, ended = Report(), threading.Event()
     with ThreadPoolExecutor(options.partitions) as pool:
         futures = [
-            pool.submit(_partition, options, number, number, block)
+            pool.submit(_partition, options, number, number, block, ended)
             for number in range(options.partitions)
         ]
+        try:
+            for future in as_completed(futures):
+                future.result()
+        finally:
+            ended.set()  # whichever fails first ends the others
         for future in futures:
             report.add(future.result())
     if not report.num_documents:
@@ -178,9 +177,16 @@ def _merge(options: PreprocessOptions, report: Report) -> Report:
 
 
 def _partition(
-    options: PreprocessOptions, partition: int | None, number: int, block: int
+    options: PreprocessOptions,
+    partition: int | None,
+    number: int,
+    block: int,
+    ended: threading.Event,
 ) -> Report:
-    """Handle one share of the lines: every n-th, or the block of ``block`` lines."""
+    """Handle one share of the lines: every n-th, or the block of ``block`` lines.
+
+    Gives up where another has ``ended``.
+    """
     report = Report()
     size = sum(Path(path).stat().st_size for path in options.inputs)
     lines = _share(options, number, block)
@@ -193,7 +199,8 @@ def _partition(
         }
         bar = stack.enter_context(progress_bar(size, "tokenize", unit="B", position=number))
         reported = 0
-        for encoded in _encode(options, lines):
+        for encoded in stack.enter_context(closing(_encode(options, lines, ended))):
+            _go_on(ended)
             for documents in encoded.documents:
                 for key, document in documents.items():
                     writers[key].add(document.ids, document.lengths)
@@ -229,42 +236,37 @@ def _share(options: PreprocessOptions, number: int, block: int) -> Iterator[RawL
     return islice(everything, number, None, options.partitions)
 
 
-def _encode(options: PreprocessOptions, lines: Iterator[RawLine]) -> Iterator[Encoded]:
+def _encode(
+    options: PreprocessOptions, lines: Iterator[RawLine], ended: threading.Event
+) -> Generator[Encoded, None, None]:
     """Encoded lines in their order, here or in worker processes."""
     chunks = iter(lambda: list(islice(lines, _CHUNK)), [])
     workers = options.workers // options.partitions
     if options.workers == 1:
         yield from map(options.make_encoder().lines, chunks)
         return
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(
-        workers,
-        mp_context=context,
-        initializer=start_worker,
-        initargs=(options.make_encoder,),
-    ) as pool:
+    with Processes(workers, partial(make_lines, options.make_encoder)) as processes:
         waiting: deque[Future[Encoded]] = deque()
-        try:
-            for chunk in chunks:
-                with withheld(signal.SIGINT):  # the first one starts the processes
-                    waiting.append(pool.submit(encode_in_worker, chunk))
-                if len(waiting) >= workers * _AHEAD:
-                    yield _result(waiting.popleft())
-            while waiting:
-                yield _result(waiting.popleft())
-        finally:
-            for future in waiting:
-                future.cancel()
+        for chunk in chunks:
+            waiting.append(processes.submit(chunk))
+            if len(waiting) >= workers * _AHEAD:
+                yield _result(waiting.popleft(), ended)
+        while waiting:
+            yield _result(waiting.popleft(), ended)
 
 
-def _result(future: Future[_T]) -> _T:
+def _result(future: Future[Encoded], ended: threading.Event) -> Encoded:
+    while not wait([future], _LOOK).done:
+        _go_on(ended)
     try:
         return future.result()
-    except BrokenProcessPool as error:
-        raise DataError(
-            "a worker process died (out of memory, or its tokenizer could not be made); try fewer"
-            " --workers"
-        ) from error
+    except ProcessDied as error:
+        raise DataError(f"{error}; try fewer --workers, which need less memory") from error
+
+
+def _go_on(ended: threading.Event) -> None:
+    if ended.is_set():
+        raise DataError("another partition failed")
 
 
 def _nothing(report: Report) -> DataError:

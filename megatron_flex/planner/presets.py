@@ -54,6 +54,11 @@ MODELS: dict[str, ModelConfig] = {
     "gpt-128": _gpt(128, 12288, 96),
 }
 
+_SIZES = (
+    "num_layers", "hidden_size", "num_attention_heads", "num_query_groups", "vocab_size",
+    "padded_vocab_size", "max_position_embeddings", "ffn_hidden_size", "kv_channels",
+)  # fmt: skip
+
 PAPER_DEVICES = {"bert-24": 4, "bert-96": 8, "gpt-3.35b": 16, "gpt-13b": 32}
 """Devices that the paper trains each model on."""
 
@@ -71,6 +76,11 @@ def model(name: str) -> ModelConfig:
             f"no model '{name}': choose one of {', '.join(MODELS)}, or give a JSON file"
         )
     try:
-        return ModelConfig(**json.loads(Path(name).read_text()))
+        values = json.loads(Path(name).read_text())
+        for field in _SIZES if isinstance(values, dict) else ():
+            size = values.get(field, 1)
+            if type(size) is not int or size < 1:
+                raise ValueError(f"{field} must be a whole number above 0, not {size!r}")
+        return ModelConfig(**values)
     except (OSError, TypeError, ValueError) as error:
         raise ValueError(f"--model {name} is no model: {error}") from error

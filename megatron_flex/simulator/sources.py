@@ -5,6 +5,7 @@ A batch is known by its number alone, so a simulation can go on anywhere, and lo
 
 from __future__ import annotations
 
+import csv
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,6 +23,8 @@ from megatron_flex.data.order import EpochOrder
 from megatron_flex.planner.thin import part
 
 Lengths = tuple[int, ...]
+LARGEST = 2**31
+"""Tokens of a sample; it is cut off far earlier."""
 LONG_SIGMA = 0.7
 """Standard deviation of the logarithm of long samples."""
 
@@ -160,16 +163,17 @@ def read_batches(path: Path) -> tuple[Lengths, ...]:
 
 
 def read_csv(path: Path) -> IntArray:
-    """Lengths from a file with one a line, or from its column ``length``.
+    """Lengths from a file with one a line, or from the column ``length`` of a CSV.
 
     Raises:
         DataError: unreadable, or a line is not a number; the message names it.
     """
     try:
-        lines = path.read_text().splitlines()
-    except (OSError, UnicodeDecodeError) as error:
+        with open(path, encoding="utf-8-sig", newline="") as stream:  # spreadsheets write the mark
+            reader = csv.reader(stream)
+            rows = [(reader.line_num, row) for row in reader if any(map(str.strip, row))]
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise DataError(f"{path} cannot be read: {error}") from error
-    rows = [(k, line.split(",")) for k, line in enumerate(lines, 1) if line.strip()]
     column = 0
     if rows and not _number(rows[0][1][0]):
         names = [word.strip() for word in rows[0][1]]
@@ -185,7 +189,7 @@ def read_csv(path: Path) -> IntArray:
         found.append(int(words[column]))
     if not found:
         raise DataError(f"{path} has no lengths")
-    return np.array(found, dtype=np.int64)
+    return np.minimum(found, LARGEST).astype(np.int64)
 
 
 def _number(word: str) -> bool:

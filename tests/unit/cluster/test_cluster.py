@@ -94,6 +94,7 @@ def test_a_description_may_be_a_file(tmp_path: Path) -> None:
         (("servers",), "many", "is not a whole number"),
         (("device", "memory_bytes"), -1, "memory must be positive"),
         (("device", "memory_bytes"), float("nan"), "not a whole number"),
+        (("device", "peak_flops"), float("nan"), "peak_flops must be finite and not negative"),
         (("device", "matmul"), [], "at least one"),
         (("device", "matmul"), [[1e9, float("nan")]], "sustained speed must be positive"),
         (("device", "matmul"), [[1e9, 1e12], [1e9, 1e12]], "must ascend"),

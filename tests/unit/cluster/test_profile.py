@@ -29,6 +29,14 @@ def test_the_text_form_round_trips(tmp_path: Path) -> None:
     assert [p.name for p in tmp_path.iterdir()] == ["profile.json"]
     with pytest.raises(ProfileError, match="No such file"):
         Profile.load(tmp_path / "none.json")
+    whole = path.read_bytes()
+    for torn in (whole[: len(whole) // 2], b"\xff\xfe" + whole, b"", b"[]"):
+        path.write_bytes(torn)
+        with pytest.raises(ProfileError, match=r"not a profile|is no text"):
+            Profile.load(path)
+    with pytest.raises(OSError):  # noqa: PT011
+        PROFILE.save(tmp_path)  # a directory
+    assert [p.name for p in tmp_path.iterdir()] == ["profile.json"]
 
 
 @pytest.mark.parametrize(

@@ -110,3 +110,23 @@ def test_the_tool_writes_a_profile(tmp_path: Path, capsys: pytest.CaptureFixture
     assert Profile.load(path).tokens == (64, 2048)
     assert main([*arguments, "--tokens", "128", "--lengths", "128"]) == 1
     assert "cannot tell" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--tokens", "64", "0"], "--tokens must be at least 1"),
+        (["--repeats", "0"], "--repeats must be at least 1"),
+        (["--num-attention-heads", "0"], "no multiple of --num-attention-heads 0"),
+        (["--device", "nowhere"], "--device nowhere"),
+        (["--device", "meta"], "there is none here"),
+        (["--output", "/dev/null/profile.json"], "--output /dev/null/profile.json cannot be"),
+    ],
+)
+def test_what_cannot_be_is_said_before_anything_is_measured(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(words) == 1
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1

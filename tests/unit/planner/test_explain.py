@@ -86,6 +86,9 @@ def test_a_batch_file_is_planned_batch_by_batch(
         (["--lengths", "60000", "--memory-budget-gb", "3"], "lacks"),
         (["--lengths", "9", "--time-model", "paper"], "belongs to the planner hbsa"),
         (["--lengths", "9", "--profile", "none.json"], "cannot read the profile"),
+        (["--lengths", "9", "0"], "--lengths must be at least 1, not 0"),
+        (["--mock-batches", "0"], "--mock-batches must be at least 1"),
+        (["--mock-batches", "1", "--global-batch-size", "0"], "--global-batch-size must be at"),
     ],
 )
 def test_what_cannot_be_is_one_clear_message(

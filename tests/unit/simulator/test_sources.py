@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from megatron_flex.data.errors import DataError
-from megatron_flex.simulator.sources import Listed, Mixture, extremes, read_csv
+from megatron_flex.simulator.sources import LARGEST, Listed, Mixture, extremes, read_csv
 
 
 def test_batches_are_known_by_their_number() -> None:
@@ -45,6 +45,10 @@ def test_lengths_from_a_file(tmp_path: Path) -> None:
     (tmp_path / "b").write_text("name,length\nx,7\ny,8\n")
     assert read_csv(tmp_path / "a").tolist() == [10, 20]
     assert read_csv(tmp_path / "b").tolist() == [7, 8]
+    # As spreadsheets write it, with a number that no sample has.
+    text = '"name","length"\r\n"x, y",7\r\nz,99999999999999999999\r\n'
+    (tmp_path / "c").write_bytes(b"\xef\xbb\xbf" + text.encode())
+    assert read_csv(tmp_path / "c").tolist() == [7, LARGEST]
 
 
 @pytest.mark.parametrize(

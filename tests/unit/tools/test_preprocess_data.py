@@ -3,6 +3,7 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import time
 from functools import partial
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from megatron_flex.data.errors import DataError
 from megatron_flex.data.indexed import IndexedDocuments
 from megatron_flex.data.pairs import PairSamples
 from megatron_flex.data.preprocess import PreprocessOptions, preprocess
+from tests.unit.data.killed import first_is_killed
 from tools.preprocess_data import main
 
 NULL = ["--tokenizer-type", "NullTokenizer", "--vocab-size", "1000"]
@@ -186,8 +188,26 @@ def test_a_worker_that_dies_is_an_error_not_a_wait(tmp_path: Path) -> None:
         encode=EncodeOptions(("text",)),
         workers=2,
     )
-    with pytest.raises(DataError, match="a worker process died"):
+    with pytest.raises(DataError, match="a worker process ended with status 3; try fewer"):
         preprocess(dying)
+    assert not list(tmp_path.glob("out*"))
+
+
+def test_a_partition_whose_worker_is_killed_ends_the_others(tmp_path: Path) -> None:
+    source = write(tmp_path / "in.jsonl", numbers(6000))
+    dying = PreprocessOptions(
+        inputs=(source,),
+        output_prefix=str(tmp_path / "out"),
+        make_tokenizer=partial(first_is_killed, tmp_path / "mark"),
+        vocab_size=10,
+        encode=EncodeOptions(("text",)),
+        workers=2,
+        partitions=2,
+    )
+    began = time.monotonic()
+    with pytest.raises(DataError, match=r"was killed by SIGKILL \(out of memory\?\)"):
+        preprocess(dying)
+    assert time.monotonic() - began < 30
     assert not list(tmp_path.glob("out*"))
 
 

@@ -72,6 +72,9 @@ def test_the_tables_name_devices_over_the_budget(capsys: pytest.CaptureFixture[s
         (["--plan", "0:3@0"], "covers 3 units, the model has 34"),
         (["--stages", "3", "--devices", "4"], "4 devices are no multiple of --stages 3"),
         (["--stages", "2", "--model", "gpt-9"], "gpt-9"),
+        (["--stages", "0"], "--stages must be at least 1"),
+        (["--stages", "2", "--devices", "-2"], "--devices must be at least 1"),
+        (["--stages", "2", "--budget-gb", "nan"], "--budget-gb must be a finite number above 0"),
     ],
 )
 def test_what_cannot_be_is_refused(

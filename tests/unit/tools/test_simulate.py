@@ -75,6 +75,19 @@ def test_lengths_of_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert (record["tokens"], record["padding"], record["longest"]) == (2000, 0, 500)
 
 
+def test_another_content_of_a_file_is_another_simulation(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Else the answer would be that of the lengths before."""
+    file = tmp_path / "batches.txt"
+    words = [*SMALL, "--batch-file", str(file), "--output", str(tmp_path / "out"),
+             "--iterations", "1", "--configurations", "megatron-pad"]  # fmt: skip
+    for lengths, status in (("500 300", 0), ("500 300", 0), ("500 200", 1)):
+        file.write_text(lengths)
+        assert simulate.main(words) == status
+    assert "is not this simulation, with the same arguments," in capsys.readouterr().err
+
+
 def test_several_sizes_stand_side_by_side(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
