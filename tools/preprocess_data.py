@@ -84,8 +84,8 @@ def parser() -> argparse.ArgumentParser:
         "--chat-format",
         choices=FORMATS,
         help="keys of the lines: messages (role and content), conversations (ShareGPT: from and"
-        " value), alpaca (instruction, input, output), prompt and completion; default: what the"
-        " first lines have",
+        " value), alpaca (instruction, input, output), prompt and completion; default: what each"
+        " line has",
     )
     group.add_argument(
         "--chat-template",
@@ -238,12 +238,14 @@ def _chat(flags: argparse.Namespace, inputs: list[str], tokenizer: Tokenizer) ->
         records = _first_records(inputs)
         forms = next((f for record in records if (f := formats_of(record))), ())
         if len(forms) != 1:
-            keys = ", ".join(records[0]) if records else "no JSON object"
-            what = f"may be any of {', '.join(forms)}" if forms else f"are none known ({keys})"
-            raise DataError(
-                f"--input {inputs[0]}: its first lines {what}: give --chat-format"
-                f" {{{','.join(FORMATS)}}}"
+            keys = f"the keys {', '.join(records[0])}" if records else "no JSON object"
+            what = (
+                f"may be any of {', '.join(forms)}: give --chat-format"
+                if forms
+                else f"have {keys}. Conversations have messages, or conversations, or instruction"
+                " and output, or prompt and completion: docs/finetuning.md"
             )
+            raise DataError(f"--input {inputs[0]}: its first lines {what}")
         form = forms[0]
     directory = home(flags.tokenizer_model or flags.vocab_file)
     source = find_template(tokenizer, directory, flags.chat_template)
@@ -270,7 +272,8 @@ def _chat(flags: argparse.Namespace, inputs: list[str], tokenizer: Tokenizer) ->
         )
     if flags.loss_on == "assistant" and turns.remark:
         print(f"note: {turns.remark}", file=sys.stderr)
-    return ChatOptions(form, source, everything=flags.loss_on == "all")
+    named = flags.chat_format is not None
+    return ChatOptions(form, source, everything=flags.loss_on == "all", named=named)
 
 
 def _prompt_keys(keys: tuple[str, ...], chosen: list[str] | None) -> tuple[str, ...]:

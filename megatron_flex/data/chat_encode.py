@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_flex.data.conversation import Unusable, read_conversation
+from megatron_flex.data.conversation import Unusable, form_of, read_conversation
 from megatron_flex.data.encode import Document, EncodeOptions, Encoder
 from megatron_flex.data.jsonl import EMPTY, NOT_UTF8, RawLine, read_record
 from megatron_flex.data.turns import REWRITES, TOOLS_LEFT_OUT, Marked, Turns
@@ -28,6 +28,7 @@ class ChatOptions:
 
     Attributes:
         form: one of :data:`megatron_flex.data.conversation.FORMATS`.
+        named: all lines have that form; else lines of another form are read as what they are.
         template: writes them as text.
         everything: all tokens count, not the assistant's alone.
     """
@@ -35,6 +36,7 @@ class ChatOptions:
     form: str
     template: TemplateSource
     everything: bool = False
+    named: bool = False
 
 
 class ChatEncoder(Encoder):
@@ -52,7 +54,8 @@ class ChatEncoder(Encoder):
         if record is None:
             return None, notes
         try:
-            conversation = read_conversation(record, self._chat.form)
+            form = self._chat.form if self._chat.named else form_of(record, self._chat.form)
+            conversation = read_conversation(record, form)
             turns = self._turns
             found = (turns.everything if self._chat.everything else turns.answers)(conversation)
             documents = [self._encoded(marked) for marked in found]

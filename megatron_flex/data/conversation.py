@@ -110,6 +110,12 @@ def formats_of(record: Record) -> tuple[str, ...]:
     return tuple(name for name in FORMATS if fits[name])
 
 
+def form_of(record: Record, usual: str) -> str:
+    """The form of a record: its own where it seems to have exactly one, else the usual one."""
+    forms = formats_of(record)
+    return forms[0] if len(forms) == 1 else usual
+
+
 def read_conversation(record: Record, form: str) -> Conversation:
     """The conversation of a record.
 

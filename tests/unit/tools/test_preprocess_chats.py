@@ -70,6 +70,23 @@ def test_the_form_is_found(
     assert "note" not in out.err
 
 
+def test_lines_of_several_forms_are_read_unless_one_is_named(
+    tokenizer: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    records = [
+        {"messages": MESSAGES},
+        {"instruction": "a", "output": "b"},
+        {"prompt": "c", "completion": "d"},
+        {"conversations": [{"from": "human", "value": "e"}, {"from": "gpt", "value": "f"}]},
+    ]
+    source = write(tmp_path / "in.jsonl", records)
+    assert run(tokenizer, source, tmp_path / "out") == 0
+    assert answers(tokenizer, tmp_path / "out") == [f"{x}<|eot_id|>" for x in ("hello", *"bdf")]
+    assert run(tokenizer, source, tmp_path / "out", "--chat-format", "messages") == 0
+    assert answers(tokenizer, tmp_path / "out") == ["hello<|eot_id|>"]
+    assert "no key 'messages': 3" in capsys.readouterr().out
+
+
 def test_a_template_of_the_users_and_the_loss_on_all(
     tokenizer: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -169,7 +186,7 @@ def test_items_of_a_json_array_are_lines(
 @pytest.mark.parametrize(
     ("records", "words", "message"),
     [
-        ([{"a": 1}], ("--sample-format", "chat"), "its first lines are none known (a)"),
+        ([{"a": 1}], ("--sample-format", "chat"), "its first lines have the keys a. Conv"),
         ([{"messages": MESSAGES, "prompt": "a", "completion": "b"}], (),
          "may be any of messages, prompt-completion"),
         ([{"messages": MESSAGES}], ("--json-keys", "a", "--chat-format", "messages"),
