@@ -294,9 +294,11 @@ def _from_checkpoint(given: Mapping[str, Any], saved: Mapping[str, Any]) -> dict
         if name in saved and not (name in OF_THE_RUN and name in given)
     }
     flags = {o.field: o.flag for o in all_options()}
+    what, else_ = "checkpoint", ", or --use-checkpoint-args"
+    if "load_hf" in given:
+        what, else_ = "model", ""
     wrong = [
-        f"{flags[name]} is {given[name]}, but the checkpoint has {value}: remove the flag, or"
-        " --use-checkpoint-args"
+        f"{flags[name]} is {given[name]}, but the {what} has {value}: remove the flag{else_}"
         for name, value in taken.items()
         if name in given and given[name] != value
     ]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import signal
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import NoReturn
@@ -41,8 +42,22 @@ def end_quietly() -> None:
         let(signal.SIGINT, signal.SIG_DFL)
 
 
+def plain_warnings() -> None:
+    """Warnings of this process are lines for people from now on; ours come once each."""
+    said: set[object] = set()
+
+    def show(message: Warning | str, category: type[Warning], *_: object, **__: object) -> None:
+        key = str(message) if category.__module__ == "builtins" else category
+        if key not in said:
+            said.add(key)
+            print(f"warning: {message}", file=sys.stderr, flush=True)
+
+    warnings.showwarning = show
+
+
 def run_tool(main: Callable[[], int]) -> NoReturn:
     """Run a tool's ``main`` and end the process with its status; Ctrl-C is one line."""
+    plain_warnings()
     try:
         sys.exit(main())
     except KeyboardInterrupt:

@@ -522,8 +522,8 @@ class Trainer:
         if any(found.signals):
             return found.signals
         if batches is not None and found.samples < batches * size:
-            self._say(f" evaluating on all {found.samples} samples there are, fewer than"
-                      f" {batches} batches of {size}")  # fmt: skip
+            self._say(f" evaluating on all there are: {found.samples} of the {batches * size}"
+                      " samples that --eval-iters asks for")  # fmt: skip
         progress = self.progress
         self.recorder.validation(
             ValidationRecord(where, progress.iteration, progress.consumed_samples, found.losses,

@@ -83,13 +83,24 @@ def _without_tracker(directory: Path) -> int | None:
     )
 
 
+def _why_none(directory: Path) -> str:
+    """Why there is nothing to load, by what else may have been meant."""
+    if not directory.is_dir():
+        return "there is no such directory"
+    if (directory / "config.json").is_file():
+        return "it is a Hugging Face directory: those are for --load-hf (or --loader hf)"
+    if (directory.parent / TRACKER).is_file():
+        return f"it is itself one of those in {directory.parent}: give that directory"
+    return f"it has no {TRACKER}"
+
+
 def locate(directory: Path | str, iteration: int | None = None) -> Path:
     """The directory of the checkpoint of ``iteration`` (default: the tracker's)."""
     directory = Path(directory)
     if iteration is None:
         iteration = latest(directory)
         if iteration is None:
-            raise CheckpointError(f"no checkpoint in {directory}: it has no {TRACKER}")
+            raise CheckpointError(f"no checkpoint in {directory}: {_why_none(directory)}")
     path = directory / name_of(iteration)
     if path.is_dir():
         return path

@@ -213,11 +213,11 @@ class Profile:
             tokens: fewest and most tokens of the micro-batches.
             longest: their longest sample.
 
-        Fewer tokens than measured are covered by the line's fixed part down to half the least
-        measured; more are extrapolated along the line.
+        Half the least and twice the most that was measured follow along the fitted line; what is
+        beyond them is extrapolated.
         """
         low, high = self.tokens
-        if tokens[1] <= high and longest <= self.longest and 2 * tokens[0] >= low:
+        if tokens[1] <= 2 * high and longest <= 2 * self.longest and 2 * tokens[0] >= low:
             return None
         text = (
             f"profile '{self.name}' was measured on micro-batches of {low} to {high} tokens and"

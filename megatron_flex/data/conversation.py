@@ -192,7 +192,7 @@ def _answered(content: str) -> Message:
 def _text(record: Record, key: str) -> str:
     value = record.get(key)
     if not isinstance(value, str):
-        raise Unusable(f"key '{key}' is not a string")
+        raise Unusable(f"key '{key}' is not a string" if key in record else f"no key '{key}'")
     return value
 
 

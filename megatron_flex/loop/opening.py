@@ -12,6 +12,7 @@ import torch
 
 from megatron_flex.config.config import Config
 from megatron_flex.data.batches import BatchSource
+from megatron_flex.data.chat_encode import CHAT
 from megatron_flex.data.microbatches import CostCoefficients
 from megatron_flex.data.samples import WORTH_A_WARNING
 from megatron_flex.loop.assemble import Parts
@@ -75,6 +76,13 @@ def data_lines(config: Config, source: BatchSource, found: Sizes) -> Iterator[st
         mark, advice = " warning: ", ": raise it"
         if config.data.overlong != "split" and all(c.dividable for c in counts):
             advice += ", or make several samples of a document with --overlong split"
+    prefixes = (*config.data.data_path, *config.data.train_data_path)
+    chats = [prefix for prefix in prefixes if prefix.endswith(f"_{CHAT}_document")]
+    if chats and config.data.sample_format == "text":
+        yield (
+            f" warning: {', '.join(chats)}: by its name it has conversations, and without"
+            " --sample-format chat the loss is on all of their tokens"
+        )
     if truncated:
         yield (
             f"{mark}cut: {truncated:,} samples ({truncated / found.samples:.1%}) are longer than"

@@ -59,7 +59,7 @@ from megatron_flex.planner.thin import (
 )
 from megatron_flex.planner.ways import batch_of, micro_batches, ways
 from megatron_flex.schedule.transition import Transition, transition
-from megatron_flex.signals import let
+from megatron_flex.signals import let, plain_warnings
 
 AT_THE_START = 200
 """Simulations of a run's first decision: no iteration waits for it, and the pool begins with it."""
@@ -417,6 +417,7 @@ if __name__ == "__main__":
     # A launcher that ends a job tells the whole group. A worker that may go on to save its state
     # (--exit-signal-handler) needs its planner until then; the end of the questions ends it.
     let(signal.SIGTERM, signal.SIG_IGN)
+    plain_warnings()
     os.nice(5)  # workers come first where they share cores
     try:
         serve(sys.stdin.buffer, sys.stdout.buffer)

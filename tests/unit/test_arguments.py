@@ -255,6 +255,10 @@ def test_a_flag_that_differs_from_the_checkpoint_is_an_error() -> None:
     argv = command("--load d --use-checkpoint-args")
     with pytest.raises(ArgumentsError, match="--num-layers is 4, but the checkpoint has 6"):
         parse(argv, saved_values=lambda _: config("--num-layers 6").values())
+    argv = command("--load-hf d --save s")
+    with pytest.raises(ArgumentsError) as error:
+        parse(argv, saved_values=lambda _: config("--num-layers 6").values())
+    assert str(error.value) == "--num-layers is 4, but the model has 6: remove the flag"
 
 
 _NUMBERS = st.sampled_from(["0", "1", "2", "3", "8", "100", "-1", "0.5", "1e-3", "nan", "x", ""])

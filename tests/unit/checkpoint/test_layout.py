@@ -11,6 +11,7 @@ import torch
 
 from megatron_flex.checkpoint import layout
 from megatron_flex.checkpoint.async_save import AsyncSaver
+from megatron_flex.checkpoint.conversion.hugging_face.files import read_json
 from megatron_flex.checkpoint.errors import CheckpointError
 from megatron_flex.checkpoint.load import verify
 from megatron_flex.checkpoint.save import save
@@ -121,9 +122,20 @@ def test_a_missing_iteration_is_an_error_that_lists_what_is_there(tmp_path: Path
         layout.locate(tmp_path, 15)
 
 
-def test_a_directory_without_tracker_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"no checkpoint in .*latest_checkpointed_iteration"):
+def test_a_directory_without_tracker_is_an_error_by_what_it_is(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"no checkpoint in .*absent: there is no such dir"):
         layout.locate(tmp_path / "absent")
+    with pytest.raises(CheckpointError, match=r"no checkpoint in .*latest_checkpointed_iteration"):
+        layout.locate(tmp_path)
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(CheckpointError, match="Hugging Face directory: those are for --load-hf"):
+        layout.locate(tmp_path)
+    (tmp_path / layout.TRACKER).write_text("10")
+    (tmp_path / "iter_0000010").mkdir()
+    with pytest.raises(CheckpointError, match="give that directory"):
+        layout.locate(tmp_path / "iter_0000010")
+    with pytest.raises(CheckpointError, match=r"has no model\.json: it has checkpoints of a run"):
+        read_json(tmp_path / "model.json")
 
 
 @pytest.mark.parametrize("text", ["abc", "", "-3", "1.5", "release", "²", "\x00"])

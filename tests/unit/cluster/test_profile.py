@@ -85,8 +85,9 @@ def test_out_of_range_is_extrapolated_with_a_warning_that_names_the_range() -> N
     data = json.loads(PROFILE.to_json())
     data["tokens"], data["longest"] = [64, 4096], 2048
     profile = Profile.from_json(json.dumps(data))
-    assert profile.warn_outside((64, 4096), 2048) is None
-    for tokens, longest in (((64, 4097), 2048), ((64, 4096), 4096), ((8, 100), 50)):
+    for tokens, longest in (((64, 4096), 2048), ((32, 8192), 4096)):
+        assert profile.warn_outside(tokens, longest) is None
+    for tokens, longest in (((64, 8193), 2048), ((64, 4096), 4097), ((8, 100), 50)):
         with pytest.warns(ProfileRangeWarning, match="64 to 4096 tokens and samples up to 2048"):
             assert profile.warn_outside(tokens, longest) is not None
 

@@ -99,6 +99,7 @@ def test_parts_of_text_are_joined_and_nothing_is_left_of_null() -> None:
     [
         ({"conversations": [{"from": "narrator", "value": "x"}]}, "conversations", "unknown role"),
         ({"instruction": 1, "output": "x"}, "alpaca", "key 'instruction' is not a string"),
+        ({"instruction": "x"}, "alpaca", "no key 'output'"),
         ({"instruction": "a", "output": "x", "history": ["a"]}, "alpaca", "'history' is not"),
         ({"prompt": "a", "completion": 1}, "prompt-completion", "key 'prompt' is not a list"),
         ({**RECORDS["messages"][0], "tools": "["}, "messages", "'tools' is not JSON"),

@@ -52,7 +52,7 @@ def test_a_split_that_rounds_to_no_training_document_is_an_error(tmp_path: Path)
 def test_what_is_cut_off_is_said_at_the_start(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], length: int, warned: bool
 ) -> None:
-    prefix = write_flat(tmp_path / "d", [[1] * (length + 1)] * 8)
+    prefix = write_flat(tmp_path / "d_chat_document", [[1] * (length + 1)] * 8)
     words = [*runs.MODEL, *runs.TRAINING, "--train-iters", "9", "--data-path", prefix]
     config = parse([*words, "--split", "1"], world_size=1)
     world = World.create(torch.device("cpu"), timedelta(seconds=10))
@@ -63,6 +63,7 @@ def test_what_is_cut_off_is_said_at_the_start(
         " split\n"
     )
     printed = capsys.readouterr().out
+    assert f" warning: {prefix}: by its name it has conversations, and without" in printed
     assert (said in printed) == warned
     assert printed.count("of all tokens") == warned, "it is said once"
     assert "% of the tokens" not in printed

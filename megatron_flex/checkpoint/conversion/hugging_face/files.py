@@ -14,6 +14,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from megatron_flex.checkpoint.errors import CheckpointError
+from megatron_flex.checkpoint.layout import TRACKER
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -26,7 +27,10 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
-        raise CheckpointError(f"{path.parent} has no {path.name}") from error
+        hint = ""
+        if (path.parent / TRACKER).is_file():
+            hint = ": it has checkpoints of a run, which are for --load (or --loader flex)"
+        raise CheckpointError(f"{path.parent} has no {path.name}{hint}") from error
     except (OSError, ValueError) as error:
         raise CheckpointError(f"cannot read {path}: {error}") from error
     if not isinstance(value, dict):
