@@ -141,7 +141,7 @@ class Emitter {
         for (int64_t e = p_.offset[code]; e < p_.offset[code + 1]; ++e) {
           const int64_t target = p_.target[e];
           if (p_.device[target] == device) continue;
-          sender_[target] = code;
+          sender_[target] = static_cast<int32_t>(code);
           queues_.at(device, p_.device[target]).waiting.push_back(target);
         }
       }
@@ -262,7 +262,7 @@ class Emitter {
   const mflex_emit_problem& p_;
   uint64_t* out_;
   Rows members_;
-  LargeVector<int64_t> sender_;  // of each operation: whose message it needs; -1
+  LargeVector<int32_t> sender_;  // of each operation: whose message it needs; -1
   LargeVector<double> posted_;   // when the receive of that is posted
   Links<Queue> queues_;
   std::vector<std::vector<Receive>> receives_;

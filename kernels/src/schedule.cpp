@@ -44,7 +44,8 @@ struct mflex_schedule_problem {
   double* start;                // [operations], out
   double* finish;               // [operations], out
   double* peak;                 // [devices], out
-  int64_t* sequence;            // operations in the order in which they were started, out
+  int64_t* sequence;            // [operations], their positions in the order in which they were
+                                // started, out (replay: the operations in the order of running)
   int64_t* reached;             // [devices], operations that a replay has run, out
 };
 
@@ -540,7 +541,7 @@ class Pass {
     Device& at = devices_[device];
     p_.start[code] = now;
     p_.order[at.placed++] = code;
-    p_.sequence[started_++] = code;
+    p_.sequence[code] = started_++;
     at.idle = false;
     at.after_backward = queue >= p_.stages;
     at.work_left -= op.seconds;

@@ -189,19 +189,20 @@ class NativePass:
         reached: Integers = self._arrays["reached"]  # type: ignore[assignment]
         return reached
 
-    def placement(self, by_start: bool = False) -> Placement:
-        """The result. ``by_start``: the operations were not run in the order of their start."""
+    def placement(self, replayed: bool = False) -> Placement:
+        """The result; ``replayed``: of :meth:`replay`, else of :meth:`place`."""
         arrays = self._arrays
         sequence, start = arrays["sequence"], arrays["start"]
-        if by_start:
+        if replayed:  # operations were not run in the order of their start
             sequence = sequence[np.argsort(start[sequence], kind="stable")]
+            sequence = positions(sequence)  # type: ignore[arg-type]
         order = arrays["order"]
         return Placement(
             self._problem,
             tuple(order[a:b] for a, b in pairwise(arrays["order_offset"].tolist())),  # type: ignore[misc]
             start,  # type: ignore[arg-type]
             arrays["finish"],  # type: ignore[arg-type]
-            positions(sequence),  # type: ignore[arg-type]
+            sequence,  # type: ignore[arg-type]
             float(arrays["finish"].max()),
             tuple(arrays["peak"].tolist()),
         )

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import islice, pairwise
 
 import numpy as np
 
@@ -263,7 +263,8 @@ def _candidates(problem: Problem, tries: int) -> Iterator[tuple[Policy, tuple[in
     """
     pipeline = max(1, round(len(problem.plan.devices) / max(problem.plan.degrees)))
     given = tuple(range(problem.costs.num_micro_batches))
-    found = [(ZB, turn) for _, turn in turns(problem.costs, pipeline, problem.chains)]
+    promising = islice(turns(problem.costs, pipeline, problem.chains), tries)
+    found = [(ZB, turn) for _, turn in promising]
     for rule, fits in ((ZB_V, is_v(problem.plan)), (ZB_H1, is_even_straight(problem.plan))):
         if fits:
             found.insert(min(4, len(found)), (rule, given))

@@ -82,7 +82,7 @@ def replay(problem: Problem, orders: Orders) -> Placement:
     run = NativePass(problem, orders=orders)
     if not run.replay():
         _stuck(problem, orders, run.reached.tolist())
-    return run.placement(by_start=True)
+    return run.placement(replayed=True)
 
 
 def _misplaced(problem: Problem, once: NDArray[np.int_]) -> NoReturn:

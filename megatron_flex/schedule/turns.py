@@ -64,6 +64,8 @@ def _leads(
 
 
 def _whole(order: Sequence[int], members: Mapping[int, tuple[int, ...]]) -> Turn:
+    if not members:
+        return tuple(order)
     return tuple(m for first in order for m in members.get(first, (first,)))
 
 
