@@ -4,7 +4,7 @@
     python benchmarks/paper/scale.py --devices 64 4096 --batches 2
 
 128 layers of width 12,288 on described servers of eight H200 devices, four samples of the published
-mixture to a device, up to 8,192 tokens. Above 128 devices one device is planned for several
+mixture to a device, up to 8,192 tokens. Above 64 devices one device is planned for several
 (docs/planner.md). Times of an iteration are multiples of perfect balance: of the plans that the
 trainer's planner decides on, of the last one simulated on all devices with the whole batch, and of
 the best even layout for whole packed samples under 1F1B and under zero bubble, tuned over the very

@@ -87,7 +87,7 @@ class Searcher:
         tried = trials(beyond or Switching(finder, running, 0.0))
 
         def entries() -> Iterator[Entry]:
-            yield from ((plan, way) for plan in first for way in ways)
+            yield from self._cut(finder, first)
             if own is not None:
                 yield own
             yield from _in_turn(
@@ -112,7 +112,8 @@ class Searcher:
             decision = self._chooser.choose(finder, found, running)
             return replace(decision, simulations=result.simulations), pool
         ranked = list(result.trials)
-        if ranked[0].detail.candidate.plan.o_plan.saves and self._bench.fitter is not None:
+        saves = ranked[0].detail.candidate.plan.o_plan.saves
+        if saves and self._bench.fitter is not None and self._bench.units.ranks <= MOST_DEVICES:
             # Memory is short: what fits by its program though not by the bound may be faster.
             even = (finder.best_of(p, running, "static") for p in self._bench.even_plans)
             near = distinct([*found, *even])
@@ -138,6 +139,19 @@ class Searcher:
             tried.seconds[own] = stay.detail.seconds
         after = pool.after(tried.seconds, tried.given_up)
         return replace(decision, simulations=result.simulations), after
+
+    def _cut(self, finder: Finder, plans: Sequence[Plan]) -> Iterator[Entry]:
+        """Plans cut in every way; on many devices, where there are few trials, as suits first."""
+        ways = range(len(finder.pricers))
+        if len(self._bench.units.devices) <= MANY_DEVICES:
+            yield from ((plan, way) for plan in plans for way in ways)
+            return
+
+        def nearest(plan: Plan) -> list[Entry]:
+            bounds = [finder.pricers[way].bound(plan) for way in ways]
+            return [(plan, way) for way in sorted(ways, key=bounds.__getitem__)]
+
+        yield from _in_turn(*map(nearest, plans))
 
     def _promising(self, finder: Finder, fits: Sequence[Candidate]) -> list[Candidate]:
         """Candidates in the order in which they are worth a simulation."""

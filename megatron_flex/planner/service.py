@@ -32,7 +32,7 @@ from megatron_flex.cluster.profile import Profile
 from megatron_flex.planner import frames
 from megatron_flex.planner.budget import budget_advice, smallest_budget
 from megatron_flex.planner.build import Batch
-from megatron_flex.planner.candidates import Candidate, Finder
+from megatron_flex.planner.candidates import MANY_DEVICES, Candidate, Finder
 from megatron_flex.planner.closed_form import run_profile
 from megatron_flex.planner.decision import Decision, Infeasible
 from megatron_flex.planner.exhaustive import exhaustive
@@ -250,7 +250,8 @@ class Service:
         while True:
             running = self._running(question)
             # The first one of a large cluster is soon there: the next one looks further.
-            known = 1 if running is None and self._width > 1 else len(question.window)
+            many = self._width > 1 or len(self._decider.units.devices) > MANY_DEVICES
+            known = 1 if running is None and many else len(question.window)
             finders = self._window(question.window[:known])
             count = self._count(question, running, finders[0])
             try:

@@ -29,12 +29,12 @@ MOST = 64
 
 
 def width_of(cluster: Cluster, above: int, degrees: Iterable[int] = ()) -> int:
-    """How many devices of a cluster are planned as one: 1 up to ``above`` devices.
+    """How many devices of a cluster are planned as one: 1 up to ``above`` or :data:`MOST` devices.
 
     ``degrees``: of stages that must still be possible; where no width allows them it is 1.
     """
     world, per_server = cluster.world_size, cluster.devices_per_server
-    if world <= above:
+    if world <= min(above, MOST):
         return 1
     wanted = tuple(degrees)
     for width in range(-(-world // MOST), world + 1):

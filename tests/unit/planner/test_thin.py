@@ -100,7 +100,8 @@ def test_a_part_has_its_share(lengths: list[int], width: int) -> None:
 
 @pytest.mark.parametrize(
     ("devices", "degrees", "width"),
-    [(128, (), 1), (256, (), 4), (1024, (), 16), (4096, (), 64), (160, (), 4), (160, (16, 24), 4),
+    [(64, (), 1), (128, (), 2), (128, (1,), 1), (256, (), 4), (1024, (), 16),
+     (4096, (), 64), (160, (), 4), (160, (16, 24), 4),
      (1024, (8, 16), 1), (1024, (32, 96), 16)],
 )  # fmt: skip
 def test_widths(devices: int, degrees: tuple[int, ...], width: int) -> None:
