@@ -15,6 +15,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
+from itertools import groupby
 
 _STAGE = re.compile(
     r"\s*(\d+)\s*:\s*(\d+)\s*@\s*(\d+(?:\s*-\s*\d+)?(?:\s*,\s*\d+(?:\s*-\s*\d+)?)*)\s*"
@@ -25,6 +26,8 @@ _UNITS = re.compile(r"\d+(?:\s*-\s*\d+)?(?:\s*,\s*\d+(?:\s*-\s*\d+)?)*")
 _LARGEST = 1_000_000
 """No unit or device has a larger number: a text with one is refused before its ranges are made."""
 _SCHEDULE = re.compile(r"[a-z0-9][a-z0-9-]*")
+_ALIKE = 8
+"""Degrees in a row that a shape says one by one."""
 _NAMES = ("recompute", "optimizer", "activations", "shard")
 
 
@@ -184,9 +187,11 @@ class Plan:
     def shape(self) -> str:
         """The degrees, such as ``(2,1,1)``; with the devices where one holds several stages.
 
-        ``(1,1,1) on 2``: three stages on two devices.
+        ``(1,1,1) on 2``: three stages on two devices. Of many alike: ``(2,60×1,2)``.
         """
-        text = f"({','.join(map(str, self.degrees))})"
+        runs = [(degree, len(list(some))) for degree, some in groupby(self.degrees)]
+        words = (f"{n}×{d}" if n > _ALIKE else ",".join([str(d)] * n) for d, n in runs)
+        text = f"({','.join(words)})"
         once = len(self.devices) == sum(self.degrees)
         return text if once else f"{text} on {len(self.devices)}"
 

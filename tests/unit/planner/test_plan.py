@@ -113,3 +113,6 @@ def test_a_schedule_that_cannot_be_is_refused(end: str, words: str) -> None:
 def test_the_shape_counts_devices_where_one_holds_several_stages() -> None:
     assert Plan.parse("0:5@0,1 | 5:9@2").shape == "(2,1)"
     assert Plan.parse("0:3@0 | 3:6@1 | 6:8@0").shape == "(1,1,1) on 2"
+    many = "0:1@0,1 | " + " | ".join(f"{i}:{i + 1}@{i + 1}" for i in range(1, 10))
+    assert Plan.parse(many).shape == "(2,9×1)"
+    assert Plan.parse(many.rpartition(" | ")[0]).shape == "(2,1,1,1,1,1,1,1,1)"
