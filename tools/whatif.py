@@ -43,6 +43,7 @@ from megatron_flex.report.page import page
 from megatron_flex.report.read import RunData
 from megatron_flex.report.read import read_run as read_log
 from megatron_flex.signals import run_tool
+from megatron_flex.simulator.files import is_of
 from megatron_flex.simulator.summary import row, table
 from megatron_flex.simulator.tensor import divides
 from megatron_flex.telemetry.files import replace
@@ -196,10 +197,11 @@ class Answer:
                     f"  with layers that {size} devices of a server share it is {ratio:.2f} times"
                     f" as fast as without, {name}"
                 )
-            yield "what FlexPipe gains by"
-            for name, what in PARTS.items():
-                if name in self.found:
-                    yield f"  {what:36}{self.times(OURS, name) - 1.0:+8.1%}  ({name})"
+            parts = {name: what for name, what in PARTS.items() if name in self.found}
+            if parts:
+                yield "what FlexPipe gains by"
+            for name, what in parts.items():
+                yield f"  {what:36}{self.times(OURS, name) - 1.0:+8.1%}  ({name})"
 
     @property
     def on_page(self) -> list[str]:
@@ -231,7 +233,7 @@ def command(args: argparse.Namespace, run: Run | None, given: Sequence[str], own
         words += ["--flexpipe-memory-budget-gb", str(args.memory_budget_gb)]
     if args.use_distributed_optimizer:
         words.append("--use-distributed-optimizer")
-    return f"{shlex.join([*words, *own])} ..."
+    return f"{shlex.join([*words, *own])} ...\n(... stands for model, data and learning rate)"
 
 
 def _flags_of(words: Sequence[str]) -> set[str]:
@@ -256,6 +258,14 @@ def _without(words: Sequence[str], flags: set[str]) -> list[str]:
         if not skipping:
             found.append(word)
     return found
+
+
+def _may_write(work: Work) -> bool:
+    """Whether its file is not that of another question."""
+    try:
+        return is_of(work.file, simulate.header_of(work))
+    except (ValueError, OSError):
+        return True  # it cannot be simulated, which is said of it alone
 
 
 def write_page(answer: Answer, directory: Path) -> Path:
@@ -289,6 +299,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     works = works_of(
         args, shares=run is None or run.config.parallel.tensor_model_parallel_size == 1
     )
+    if not all(_may_write(work) for work in works):
+        print(
+            f"whatif: --output {args.output} has the answer to another question: give another"
+            " directory, or remove that one",
+            file=sys.stderr,
+        )
+        return 1
     results = list(simulate.results(works, args.jobs, len(works) * args.iterations))
     found = {work.title: result for work, result in results if isinstance(result, Outcome)}
     for work, result in results:

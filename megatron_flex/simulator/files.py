@@ -21,6 +21,22 @@ EVERY = 25
 """Iterations between states."""
 
 
+def first_line(header: Mapping[str, Any]) -> bytes:
+    """Of the file of a simulation."""
+    about = {"event": "run", "iteration": 0, "kind": "simulation", **header}
+    return (json.dumps(about) + "\n").encode()
+
+
+def is_of(path: Path, header: Mapping[str, Any]) -> bool:
+    """Whether a simulation may write there: nothing is there yet, or what it began itself."""
+    try:
+        with path.open("rb") as stream:
+            line, first = stream.readline(), first_line(header)
+    except OSError:
+        return True  # who opens it says what is wrong
+    return line == first or (not line.endswith(b"\n") and first.startswith(line))
+
+
 class SimulationFile:
     """The file of one configuration.
 
@@ -38,16 +54,16 @@ class SimulationFile:
         self.start = 0
         self.state: dict[str, Any] | None = None
         try_file(path, FLAG)
-        first = json.dumps({"event": "run", "iteration": 0, "kind": "simulation", **header}) + "\n"
-        self._resume(first.encode())
+        self._resume(header)
         self._file = GrowingFile(path, FLAG)
 
-    def _resume(self, first: bytes) -> None:
+    def _resume(self, header: Mapping[str, Any]) -> None:
+        first = first_line(header)
         with said(self.path, FLAG):
             lines = self.path.read_bytes().splitlines(keepends=True) if self.path.exists() else []
+            if not is_of(self.path, header):
+                raise not_ours(self.path, FLAG, "this simulation, with the same arguments,")
             if lines and lines[0] != first:
-                if lines[0].endswith(b"\n") or not first.startswith(lines[0]):
-                    raise not_ours(self.path, FLAG, "this simulation, with the same arguments,")
                 lines = []
             state = self._known()
             whole = [line for line in lines[1:] if line.endswith(b"\n")]

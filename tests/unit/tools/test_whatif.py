@@ -97,6 +97,10 @@ def test_it_says_what_is_best_and_what_each_part_gains(
     assert whatif.main([*words, "--configurations", *chosen]) == 0  # nothing is left to do
     again = capsys.readouterr().out
     assert again.splitlines()[:-1] == lines[:-1]  # but for the seconds
+    assert whatif.main([*words, "--seed", "5", "--configurations", *chosen]) == 1
+    said = capsys.readouterr().err
+    assert said.startswith(f"whatif: --output {tmp_path}/out has the answer to another question")
+    assert said.count("\n") == 1
 
 
 def test_a_training_command_is_answered_by_another(
