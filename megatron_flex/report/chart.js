@@ -15,6 +15,7 @@ function ticks(lo, hi, count) {
 function logTicks(lo, hi) {
   const found = [];
   const decades = Math.log10(hi / lo);
+  if (decades < 0.8) return ticks(lo, hi, 4); // hardly any would be a round one
   for (let p = Math.floor(Math.log10(lo)); p <= Math.log10(hi) + 1e-9; p += 1)
     for (const f of decades > 3 ? [1] : decades > 1.2 ? [1, 3] : [1, 2, 5]) {
       const v = f * 10 ** p;

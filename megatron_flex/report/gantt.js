@@ -2,7 +2,7 @@
 
 const KIND = [
   ["forward", "sky"], ["backward", "green"], ["backward, input half", "green"], ["backward, weight half", "orange"],
-  ["waiting", "card"], ["message under way", "red"], ["sending", "red"], ["reduction", "purple"],
+  ["waiting", "card"], ["message under way", "red"], ["sending", "strong"], ["reduction", "purple"],
   ["global norm", "yellow"], ["update", "grey"], ["moving state", "blue"],
 ];
 const ROWS = 24; // workers in view at one time
@@ -205,7 +205,7 @@ class Gantt {
       const top = row * high;
       g.fillStyle = soft;
       g.textAlign = "right";
-      g.fillText(width < 500 ? String(worker) : `worker ${worker}`, LEFT - 6, top + high / 2);
+      g.fillText(width < 500 || this.rows.at(-1) > 9 ? String(worker) : `worker ${worker}`, LEFT - 6, top + high / 2);
       const spans = c.workers.get(worker) || [], firstStage = Math.min(...spans.filter((s) => s.kind < 4).map((s) => s.stage));
       g.save();
       g.beginPath();

@@ -58,9 +58,9 @@ function start() {
   });
   lines(main, {
     id: "rate", title: "Tokens a second", zero: true,
-    why: "All workers together. Perfect balance is what the computing would allow if it were spread evenly over all workers with nothing in between: the gap is what waiting, messages, reductions, updates and reading cost. (In training the computing that was done, with recomputation; in a simulation that of the samples alone.)",
+    why: `All workers together. Perfect balance is what the computing would allow if it were spread evenly over all workers with nothing in between: the gap is what waiting, messages, reductions, updates and reading cost. ${simulated ? "(The computing of the samples alone, without padding and recomputation.)" : "(The computing that was done, with recomputation; in a simulation that of the samples alone.)"}`,
     missing: "The records have no times.", say: num,
-    series: () => overRuns([["measured", "tokens_per_second", "blue"], ["perfect balance", "balanced", "green", true]]),
+    series: () => overRuns([[measured, "tokens_per_second", "blue"], ["perfect balance", "balanced", "green", true]]),
   });
   lengths(main);
   plans(main);
@@ -72,14 +72,14 @@ function start() {
   });
   const memory = lines(main, {
     id: "memory", title: "Memory against budget", zero: true, format: bytes, height: 150,
-    why: "Peak bytes of the fullest worker, as measured and as predicted before the iteration ran.",
+    why: simulated ? "Peak bytes of the fullest worker, as simulated." : "Peak bytes of the fullest worker, as measured and as predicted before the iteration ran.",
     missing: "The records of this run have no memory.",
-    series: () => overRuns([["measured", "memory", "blue"], ["predicted", "memory_predicted", "orange", true]]).concat(budgets()),
+    series: () => overRuns([[measured, "memory", "blue"], ["predicted", "memory_predicted", "orange", true]]).concat(budgets()),
   });
   workers(memory.node);
   switchList(main);
   oneIteration(main);
-  scatter(main);
+  if (!simulated) scatter(main);
   if (has("without_slices")) {
     const chart = lines(main, {
       id: "slices", title: "What slices save", zero: true, format: (v) => `${num(v)} s`, say: seconds, height: 150,

@@ -78,7 +78,7 @@ function plans(parent) {
   const most = () => Math.max(1, ...shown().plans.flatMap((p) => p.stages.map((s) => s[2])));
   return new Chart(parent, {
     id: "plans", title: "The plan", height: 170, format: (v) => `unit ${integer(v)}`, down: true,
-    why: "Where the model is cut, iteration by iteration: from its first unit (above) to its last (below), gaps are the borders between stages, and the darker a stage, the more workers hold it.",
+    why: "Where the model is cut, iteration by iteration: from its first unit (above) to its last (below). Units are the embedding, halves of layers, and the output; gaps are the borders between stages, and a stage's shade says how many workers hold it.",
     missing: "The records of this run have no plans.",
     extent() {
       const units = Math.max(0, ...shown().plans.map((p) => (p.stages.length ? p.stages.at(-1)[1] : 0)));

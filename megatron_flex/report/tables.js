@@ -20,7 +20,7 @@ const FIGURES = [
   ["measured_to_predicted", "measured / predicted", num, "median over the iterations with a decision"],
 ];
 function overview(parent) {
-  const known = FIGURES.filter(([name]) => data.runs.some((run) => run.summary[name] !== undefined));
+  const known = FIGURES.filter(([name]) => !(simulated && name === "measured_to_predicted") && data.runs.some((run) => run.summary[name] !== undefined));
   if (!several) {
     const [run] = data.runs;
     parent.append(el("section", {}, el("h2", {}, "The run in figures"), el("dl", { class: "facts cards", id: "overview" },
@@ -46,7 +46,11 @@ function switchList(parent) {
   const draw = () => {
     const run = shown(), inView = run.switches.filter((s) => s.iteration >= state.lo && s.iteration <= state.hi);
     const stall = inView.reduce((sum, s) => sum + (s.stall || 0), 0);
-    const name = (number) => run.plans[number].shape || run.plans[number].text;
+    const name = (number) => {
+      const { shape, stages, text } = run.plans[number];
+      return shape.length > 40 ? `${integer(stages.length)} stages${shape.slice(shape.indexOf(")") + 1)}` : shape || text;
+    };
+    const change = (a, b) => (a === b && a.length ? a : `${a} → ${b}`);
     node.replaceChildren(el("h2", {}, "Switches"),
       el("p", { class: "why" }, "Changes of the layout. A stall is how much longer than usual the worker that waited longest did not compute; the reasons are the planner's conditions with both sides in figures."),
       el("p", { id: "switch-count" }, inView.length
@@ -54,7 +58,7 @@ function switchList(parent) {
         : run.switches.length ? "None in view." : "The layout stayed the same all the time."),
       ...inView.slice(-most).reverse().map((s) => el("details", { class: "switch" },
         el("summary", {}, el("b", {}, integer(s.iteration)), el("span", { class: "what" }, s.action || "scripted"),
-          el("span", {}, `${name(s.before)} → ${name(s.after)}`), el("span", {}, s.stall === null ? "" : `stall ${seconds(s.stall)}`)),
+          el("span", {}, change(name(s.before), name(s.after))), el("span", {}, s.stall === null ? "" : `stall ${seconds(s.stall)}`)),
         el("p", {}, "from ", el("code", {}, run.plans[s.before].text)), el("p", {}, "to ", el("code", {}, run.plans[s.after].text)),
         s.reason.length ? el("ul", {}, ...s.reason.map((r) => el("li", {}, r))) : null,
         el("button", { type: "button", onclick: () => { select(s.iteration); document.getElementById("iteration").scrollIntoView(); } }, `show iteration ${integer(s.iteration)}`))),

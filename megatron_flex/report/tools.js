@@ -79,6 +79,8 @@ function changed(...what) {
   for (const listener of listeners) listener(new Set(what));
 }
 const several = data.runs.length > 1;
+const simulated = data.runs.every((run) => run.about.kind === "simulation");
+const measured = simulated ? "simulated" : "measured";
 const shown = () => data.runs[state.run];
 const colourOf = (run) => `var(--${COLOURS[run % COLOURS.length]})`;
 
