@@ -41,6 +41,9 @@ export MKL_ENABLE_INSTRUCTIONS := $(if $(filter avx2,$(CPU)),AVX2,SSE4_2)
 export ONEDNN_MAX_CPU_ISA := $(if $(filter avx2,$(CPU)),AVX2,SSE41)
 endif
 
+# Tests start some hundred processes: without compiled modules each would compile the package again.
+unexport PYTHONDONTWRITEBYTECODE
+
 export OMP_NUM_THREADS := 1
 export PYTHONPATH := $(CURDIR)
 

@@ -11,6 +11,7 @@ from typing import cast
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from megatron_flex.data.packed import PackedBatch
 from megatron_flex.model.attention import VarlenAttention
@@ -181,8 +182,21 @@ def build_shell(unit: Unit, config: ModelConfig, *, group: TensorGroup = SOLO) -
     For a device that holds the values elsewhere; ``bind`` each parameter before use. Arguments as
     for :func:`build_block`.
     """
-    with torch.device("meta"):
+    with torch.device("meta"), _Undrawn():
         return _construct(unit, config, group)
+
+
+class _Undrawn(TorchFunctionMode):
+    """Leaves random initial values out.
+
+    On the meta device there is no memory for them, but PyTorch draws them in Python there, by code
+    that loads its compiler: a second of each worker's start.
+    """
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        if getattr(function, "__name__", "") in ("normal_", "uniform_"):
+            return args[0] if args else kwargs["tensor"]
+        return function(*args, **(kwargs or {}))
 
 
 def build_block(unit: Unit, config: ModelConfig, *, group: TensorGroup = SOLO) -> Block:

@@ -13,6 +13,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_flex.model.config import ModelConfig
+from tests.distributed import jobs
 from tests.distributed.pool import MAX_WORKERS, WorkerError, WorkerPool, WorkerTimeout
 
 
@@ -137,11 +139,18 @@ def _compiler() -> list[str]:
     return [name for name in ("torch._dynamo", "torch._inductor") if name in sys.modules]
 
 
-def test_a_worker_starts_without_pytorchs_compiler() -> None:
+def _trained(config: ModelConfig) -> list[str]:
+    jobs.train(config, f"0:{config.layers.num_units}@0", 1)
+    return _compiler()
+
+
+def test_a_worker_starts_and_trains_without_pytorchs_compiler() -> None:
     pool = WorkerPool()  # new workers: other tests import what training does not
     try:
         for _ in range(2):  # nor does a job leave it behind
             assert pool.run(1, _compiler) == [[]], "seconds and 70 MB for each worker"
+        for config in (jobs.TINY, jobs.BERT):
+            assert pool.run(1, _trained, config) == [[]], "seconds and 70 MB for each worker"
     finally:
         pool.close()
 
