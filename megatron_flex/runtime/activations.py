@@ -22,6 +22,7 @@ from megatron_flex.kernels import SegmentCopy
 from megatron_flex.runtime.background import submit
 from megatron_flex.runtime.host_buffers import HostBuffers
 from megatron_flex.schedule.residency import Key
+from megatron_flex.schedule.shards import round_up
 
 SMALLEST = 512
 """Bytes; what is smaller stays."""
@@ -134,7 +135,7 @@ class ActivationOffload:
         total = 0
         for storage in storages:
             storage.offset = total
-            total += _round_up(storage.bytes)
+            total += round_up(storage.bytes, _ALIGNMENT)
         group.buffer = self._buffers.take(total)
         self._move(group, storages, out=True)
         group.wait()
@@ -187,7 +188,3 @@ class ActivationOffload:
                     tensor.record_stream(self._stream)
             group.moving = torch.cuda.Event()
             group.moving.record(self._stream)
-
-
-def _round_up(size: int) -> int:
-    return -(-size // _ALIGNMENT) * _ALIGNMENT
