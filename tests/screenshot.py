@@ -59,7 +59,7 @@ class Picture:
 
 PICTURES = {
     "report": Picture("runs/demo/report.html", ("lengths", "plans", "time", "iteration")),
-    "phone": Picture("runs/demo/report.html", ("overview", "loss", "switches"), 400, dark=True),
+    "phone": Picture("runs/demo/report.html", ("plans", "memory", "switches"), 400, dark=True),
     "month": Picture("runs/month/report.html", ("overview", "rate", "lengths", "time")),
     "whatif": Picture("runs/large/report.html", ("overview", "time")),
 }

@@ -307,6 +307,6 @@ class Gantt {
     const known = Object.keys(shown().gantts);
     return known.length
       ? "This iteration is not drawn operation by operation on this page; “drawn before” and “drawn after” go to those that are. tools/report.py --iterations adds others."
-      : "No iteration of this run is drawn: its records have neither a trace (--flexpipe-trace) nor what programs are made from.";
+      : "No iteration of this run is drawn: its records have neither a trace (--flexpipe-trace) nor what programs are made from, or each is too large for this page (tools/report.py --iterations).";
   }
 }

@@ -25,11 +25,13 @@ function controls(parent) {
 
 function title(parent) {
   const one = data.runs[0], kinds = [...new Set(data.runs.map((run) => run.about.kind || "training"))];
+  const alike = (of) => data.runs.every((run) => of(run) === of(one));
+  const width = alike((run) => run.about.width) && alike((run) => run.about.workers) ? one.about.width : 0;
   const words = [one.model, one.about.parameters ? `${short(one.about.parameters)} parameters` : "",
     one.about.workers ? `${integer(one.about.workers)} workers${one.about.width ? `, of which one of every ${integer(one.about.width)} is shown` : ""}` : "",
     one.group > 1 ? `each point is the mean of ${one.group} iterations` : ""].filter(Boolean);
   parent.append(el("h1", {}, `${data.runs.map((run) => run.name).join(", ")}`),
-    el("p", { class: "sub" }, `${kinds.join(" and ")} ${several ? "runs" : "run"}${!several && words.length ? `: ${words.join("; ")}` : ""}`));
+    el("p", { class: "sub" }, `${kinds.join(" and ")} ${several ? "runs" : "run"}${!several && words.length ? `: ${words.join("; ")}` : several && width ? `: ${integer(one.about.workers)} workers, of which one of every ${integer(width)} is shown` : ""}`));
 }
 
 function start() {
@@ -56,17 +58,21 @@ function start() {
     also: () => data.runs.flatMap((run) => run.validation.filter(([k]) => k >= state.lo && k <= state.hi).map(([, v]) => v)),
     more: (at) => data.runs.flatMap((run) => run.validation.filter(([k]) => k === at).map(([, v]) => [null, "validation", num(v)])),
   });
+  // Of simulations of one set of batches it is the same line.
+  const balances = data.runs.map((run) => column(run, "balanced"));
+  const sameBalance = several && balances.every((b) => b && JSON.stringify(b) === JSON.stringify(balances[0]));
   lines(main, {
     id: "rate", title: "Tokens a second", zero: true,
     why: `All workers together. Perfect balance is what the computing would allow if it were spread evenly over all workers with nothing in between: the gap is what waiting, messages, reductions, updates and reading cost. ${simulated ? "(The computing of the samples alone, without padding and recomputation.)" : "(The computing that was done, with recomputation; in a simulation that of the samples alone.)"}`,
     missing: "The records have no times.", say: num,
-    series: () => overRuns([[measured, "tokens_per_second", "blue"], ["perfect balance", "balanced", "green", true]]),
+    series: () => (sameBalance ? [...overRuns([[measured, "tokens_per_second", "blue"]]), { name: "perfect balance", colour: "var(--strong)", run: data.runs[0], values: balances[0], dash: true }]
+      : overRuns([[measured, "tokens_per_second", "blue"], ["perfect balance", "balanced", "green", true]])),
   });
   lengths(main);
   plans(main);
   timeParts(main);
   if (has("bubble")) lines(main, {
-    id: "bubble", title: "Bubble", zero: true, format: percent, height: 120, ticks: 3,
+    id: "bubble", title: "Bubble", zero: true, format: percent, height: 120,
     why: "Share of the time up to the global norm in which a worker that has a stage does not compute.",
     missing: "", series: () => overRuns([["bubble", "bubble", "orange"]]),
   });

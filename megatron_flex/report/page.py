@@ -47,7 +47,7 @@ PATIENCE = 30.0
 """Seconds after which no further iterations are drawn that nobody asked for."""
 WEIGHT = 4_600_000
 """Characters of a page's data, at most."""
-ROOM = 1_800_000
+ROOM = 3_000_000
 """Of these, what iterations that are drawn may take, of all runs."""
 SWITCHES = 2_000
 """Switches that are listed of all runs, the last ones of each."""

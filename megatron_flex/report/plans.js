@@ -105,17 +105,19 @@ function plans(parent) {
           context.fillStyle = colour(n);
           context.fillRect(left, y(start), right - left + (wide ? -0.7 : 0.3), y(stop) - y(start));
           context.fillStyle = page;
-          if (start) context.fillRect(left, y(start) - 0.75, right - left, 1.5);
+          const border = Math.min(1.5, 0.3 * (y(stop) - y(start)));
+          if (start) context.fillRect(left, y(start) - border / 2, right - left, border);
         }
         i = j;
       }
     },
     rows: (at) => planRows(shown(), position(shown(), at)),
     legend() {
+      const each = shown().about.width || 1; // workers that one of those shown stands for
       const top = most(), marks = [...new Set([1, 2, 4, 8, 16, 64, 256, top])].filter((n) => n <= top).sort((p, q) => p - q);
       return marks.map((n) => el("span", { class: "key" },
         el("span", { class: "swatch", style: `background:${mixed(top > 1 ? Math.log(n) / Math.log(top) : 0.3)}` }),
-        n === 1 ? "1 worker" : `${n} workers`));
+        n * each === 1 ? "1 worker" : `${integer(n * each)} workers`));
     },
   });
 }

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 from megatron_flex.cluster.cluster import description
 from megatron_flex.data.cut import Cut
 from megatron_flex.planner.build import Batch
-from megatron_flex.planner.candidates import Finder
+from megatron_flex.planner.candidates import MANY_DEVICES, Finder
 from megatron_flex.planner.decision import Decision
 from megatron_flex.planner.hbsa import Hbsa, PeakFit
 from megatron_flex.planner.lookahead import Lookahead
@@ -268,7 +268,8 @@ class PlannedRun:
             if answer is not None:
                 decision, self._pool = answer
                 return decision
-        first = self._running is None and self._setting.width > 1  # as in training
+        many = self._setting.width > 1 or len(self._planner.units.devices) > MANY_DEVICES
+        first = self._running is None and many  # as in training
         window = range(number, number + (1 if first else self._planner.options.lookahead))
         finders = [self._finder(k) for k in window]
         decision, self._pool = self._lookahead.decide_among(
