@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import argparse
 import glob
+import shlex
 import sys
 import warnings
 from functools import partial
@@ -312,7 +313,8 @@ def main(words: list[str] | None = None) -> int:
     for key in chosen.encode.keys:
         print(f"written: {chosen.prefix(key)}.bin and .idx")
     if chosen.chat is not None:
-        print(f"train on it with --sample-format chat --data-path {chosen.prefix(CHAT)}")
+        prefix = shlex.quote(chosen.prefix(CHAT))
+        print(f"train on it with --sample-format chat --data-path {prefix}")
     return 0
 
 

@@ -10,10 +10,10 @@ from contextlib import contextmanager
 from torch.distributed.checkpoint.api import CheckpointException
 
 _ADVICE = {
-    errno.ENOSPC: "the disk is full: free space there, or save elsewhere with --save",
-    errno.EDQUOT: "the disk quota is used up: free space there, or save elsewhere with --save",
+    errno.ENOSPC: "the disk is full: free space there, or save elsewhere",
+    errno.EDQUOT: "the disk quota is used up: free space there, or save elsewhere",
     errno.EFBIG: "the file size limit is reached: raise it (ulimit -f), or save elsewhere",
-    errno.EROFS: "the file system is read-only: save elsewhere with --save",
+    errno.EROFS: "the file system is read-only: save elsewhere",
     errno.EACCES: "permission denied: change the directory's permissions or the path",
     errno.EPERM: "not permitted: change the directory's permissions or the path",
     errno.EIO: "the storage reports an input/output error",

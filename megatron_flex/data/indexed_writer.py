@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from array import array
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 
@@ -46,7 +47,10 @@ class IndexedWriter:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._builder.data_file.close()
+        if isinstance(error, OSError) and error.filename is None:
+            error.filename = self._temporary + ".bin"  # where a disk is full
+        with suppress(OSError):  # what could not be written is not wanted
+            self._builder.data_file.close()
         for ending in (".bin", ".idx"):
             Path(self._temporary + ending).unlink(missing_ok=True)
 

@@ -136,6 +136,12 @@ def opening(
     t = config.training
     left = t.train_iters - progress.iteration
     if left <= 0:
+        if not config.evaluation.skip_train:
+            more = "--train-iters" if t.train_samples is None else "--train-samples"
+            yield (
+                f" this run: nothing is left to train after iteration {progress.iteration:,}; a"
+                f" larger {more} trains on"
+            )
         return
     samples = left * t.global_batch_size
     if t.train_samples is not None:

@@ -166,6 +166,7 @@ def test_the_same_training_command_again_resumes(place: Path) -> None:
     assert (place / "runs" / "mine" / "checkpoints").is_dir(), "written by the test above"
     text = torchrun(shlex.split(command)[1:], place, len(ALL))
     assert "iteration 4 of runs/mine/checkpoints: starting at iteration 4" in text
+    assert "nothing is left to train after iteration 4; a larger --train-iters trains on" in text
 
 
 def test_the_plan_of_the_page_on_training_fits_its_command() -> None:

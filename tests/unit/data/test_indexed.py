@@ -1,10 +1,13 @@
 from __future__ import annotations
 
+import errno
 import gc
+import os
 import struct
 import tempfile
 import tracemalloc
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +20,7 @@ from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 from megatron_flex.data.errors import DataError
 from megatron_flex.data.index_check import check_index
 from megatron_flex.data.indexed import IndexedDocuments
+from megatron_flex.data.indexed_writer import IndexedWriter
 from tests.unit.data.files import counting, write, write_flat
 
 HEADER = 34
@@ -134,6 +138,22 @@ def test_a_changed_byte_in_the_index_is_found_or_does_no_harm(data: st.DataObjec
             lengths = opened.lengths(np.arange(opened.num_documents))
             for number, length in enumerate(lengths.tolist()):
                 assert len(opened.read(number, 0, length)) == length
+
+
+def test_a_full_disk_is_named_and_leaves_nothing_behind(tmp_path: Path) -> None:
+    prefix = str(tmp_path / "d")
+    for tokens in (100_000, 1):  # more than a buffer, and what the last flush would write
+        with suppress(OSError), IndexedWriter(prefix, 100) as writer:
+            writer._builder.data_file.close()
+            writer._builder.data_file = open("/dev/full", "wb")  # noqa: SIM115
+            writer.add([1] * tokens, [tokens])
+        assert not list(tmp_path.iterdir())
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    with (
+        pytest.raises(OSError, match=rf"No space left on device: '{prefix}\.part"),
+        IndexedWriter(prefix, 100),
+    ):
+        raise full
 
 
 def test_a_bin_of_another_run_does_not_fit(tmp_path: Path) -> None:
