@@ -116,8 +116,8 @@ def status(tail: Tail, now: float | None = None) -> list[str]:
         found.append(("", plan))
     if time_line := _times(recent):
         found.append(("time", time_line))
-    elif (bubble := number(last.get("bubble"))) is not None:
-        found.append(("bubble", f"{100 * bubble:.0f} %"))
+    if (bubble := number(last.get("bubble"))) is not None:
+        found.append(("bubble", f"{100 * bubble:.0f} % in the last iteration"))
     if memory := _memory(recent, tail.run):
         found.append(("memory", memory))
     if tail.switch is not None:
@@ -132,14 +132,14 @@ def _progress(last: Record, end: Any, per: float, now: float) -> str:
         if last["iteration"] < end:
             text += f", {duration((end - last['iteration']) * per)} left"
     if (moment := number(last.get("time"))) is not None:
-        text += f"; {duration(max(0.0, now - moment))} ago"
+        text += f"; the last one ended {duration(max(0.0, now - moment))} ago"
     return text
 
 
 def _times(recent: Sequence[Record]) -> str:
     """Where the time of the last iterations went."""
     names = {"compute": "computing", "bubble": "bubble", "message": "messages",
-             "waiting": "other stages", "norm": "last worker", "reduce": "reductions",
+             "waiting": "waiting for other stages", "norm": "for the last worker", "reduce": "reductions",
              "update": "update", "stall": "stalls", "program": "program"}  # fmt: skip
     sums: dict[str, float] = {}
     for i, record in enumerate(recent):

@@ -22,11 +22,12 @@ def test_it_says_where_the_run_is(tmp_path: Path) -> None:
     assert tail.update()
     lines = status(tail, now=1000.0 + 50.0 + 7.0)
     text = {line[:10].strip(): line[12:] for line in lines if line[:10].strip()}
-    assert text["iteration"] == "5 of 100 (5 %), 15 min 50 s left; 7 s ago"
+    assert text["iteration"] == "5 of 100 (5 %), 15 min 50 s left; the last one ended 7 s ago"
     assert text["loss"] == "lm loss 4.0000, validation 4.5000 at 4"
     assert text["speed"] == "10 tokens/s, 10 s an iteration (last 5)"
     assert text["plan"] == "(1,1): 2 stages of 2 workers, ③ more stages"
-    assert text["time"].startswith("computing 50 %, other stages 12 %")
+    assert text["time"].startswith("computing 50 %, waiting for other stages 12 %")
+    assert text["bubble"] == "25 % in the last iteration"
     assert text["memory"].endswith("at most 2.0 kB lately, budget 2.5 kB (80 %)")
     assert text["switch"] == "(2) -> (1,1) at iteration 5, ③ more stages, stall 250 ms (2 in all)"
     assert [line.strip() for line in lines[-2:]] == ["A: x", "B: y"]
