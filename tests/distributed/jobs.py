@@ -134,7 +134,7 @@ def _targets(config: ModelConfig, sample: int, tokens: int) -> Any:
 def train(
     config: ModelConfig,
     plans: str | Sequence[str],
-    iterations: int = 20,
+    iterations: int = 10,
     *,
     policy: str = "1f1b",
     fault: str | Fault = "",
