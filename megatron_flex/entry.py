@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 import warnings
@@ -33,10 +34,14 @@ def pretrain_main(architecture: Architecture) -> NoReturn:
         config = parse(
             architecture=architecture, saved_values=saved_values, tensor_size=tensor_size
         )
-        # torch and megatron-core take seconds to import: a wrong flag is said before.
+        # torch and megatron-core take seconds to import: a wrong flag is said before. What they
+        # make stays for good: no collection need look through it.
+        gc.disable()
         from megatron_flex.loop.starting import convert_source
         from megatron_flex.training import pretrain
 
+        gc.freeze()
+        gc.enable()
         convert_source(config, rank=int(os.environ.get("RANK", 0)))
         pretrain(config)
 
