@@ -2,7 +2,7 @@
 
     python benchmarks/paper/throughput.py --output runs/paper --jobs 2
     python benchmarks/paper/throughput.py --figures 8 --models gpt-13b --iterations 8
-    python benchmarks/paper/throughput.py --figures long --output runs/paper
+    python benchmarks/paper/throughput.py --figures long --output runs/long --programs
 
 Tokens a second, real ones, of FlexPipe and of baselines that are tuned as docs/simulator.md says;
 what the paper measured is in brackets. Then how many times as fast FlexPipe is, the mean over the
@@ -97,7 +97,7 @@ def summary(found: Found, names: Sequence[str]) -> Iterator[str]:
         for gpt in (True, False):
             own, paper = ratios(found, name, gpt), paper_ratios(found, name, gpt)
             cells.append(
-                f"{statistics.mean(own):.2f} ({min(own):.2f}, {max(own):.2f})" if own else "-"
+                f"{statistics.mean(own):.3f} ({min(own):.3f}, {max(own):.3f})" if own else "-"
             )
             cells.append(f"{statistics.mean(paper):.2f}" if paper else "")
             if gpt:
@@ -168,6 +168,8 @@ def main() -> None:
     parser.add_argument("--configurations", nargs="+", default=list(NAMES), metavar="NAME")
     parser.add_argument("--iterations", type=int, default=16, help="of every setting")
     parser.add_argument("--tuning-batches", type=int, default=8, help="of static plans")
+    parser.add_argument("--programs", action="store_true",
+                        help="decisions look at whole programs: memory is exact")  # fmt: skip
     parser.add_argument("--output", type=Path, default=Path("runs/paper"))
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--plot", type=Path, help="write the curves to this SVG file")
@@ -180,7 +182,7 @@ def main() -> None:
     if "long" in args.figures:
         places += [p for p in LONG if p.model in args.models]
     names = args.configurations
-    more = ["--tuning-batches", str(args.tuning_batches)]
+    more = ["--tuning-batches", str(args.tuning_batches)] + ["--programs"] * args.programs
     found = simulated(places, names, args.iterations, args.jobs, args.output, more)
     print(f"{args.iterations} iterations of each setting; the testbed is {FIGURES['testbed']}\n")
     for part in (lines(found, names), balance(found, names), summary(found, names)):

@@ -7,9 +7,10 @@ remembers, take the place of knowing them:
   against the switch to that. So a plan that is better time after time is switched to once staying
   has cost as much as the switch; one that is better for one batch is not, unless that alone pays.
 - *Credit.* A plan may be chosen only where the run up to then, this iteration included, is at most
-  one switch from the static plan to it above the static plan's own simulated time. So the sum over
-  a run of any length stays at or below that of the static plan and one switch. (Batches that the
-  static plan does not fit are left out.)
+  one switch from the static plan to it above the static plan's own simulated time; the running one
+  also as long as it is no more above it than the switch back would cost. So the sum over a run of
+  any length stays at or below that of the static plan and twice the dearer of the two. (Batches
+  that the static plan does not fit are left out.)
 
 A run's first plan has neither behind it: :class:`AtFirst`.
 """
@@ -64,10 +65,12 @@ class Amortised:
             return True
         if self._from_static is None:
             return True
-        bar = self._bar + edges.switch(self._from_static, candidate.plan)
-        if self._running is not None:
-            seconds += edges.switch(self._running, candidate.plan)
-        return seconds <= bar
+        owed, running = edges.switch(self._from_static, candidate.plan), self._running
+        if running is not None:
+            seconds += edges.switch(running, candidate.plan)
+            if stages == running.plan.stages:  # going back at once would cost as much
+                owed = max(owed, edges.switch(running, edges.static))
+        return seconds <= self._bar + owed
 
     def settled(self, pool: Pool, decision: Decision) -> Pool:
         """The pool with what the decision means for the next ones."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -250,5 +251,22 @@ def test_a_run_without_credit_goes_back_to_its_static_plan() -> None:
     assert switch > 0.0, "else state has room to join early"
     for credit, allowed in ((1.0, True), (-0.9 * switch, True), (-1.1 * switch, False)):
         rule = Amortised(Edges(planner, static), running, Pool({}, credit=credit))
+        assert rule.allows(own, 1.0)
+        assert rule.allows(away, 1.0) == allowed
+
+
+def test_no_run_goes_back_where_that_costs_more_than_it_is_behind() -> None:
+    """On a full device state cannot join early; under the static plan there was room."""
+    planner = small_planner(4, schedule="zb", simulations=15)
+    static, batch = Plan.parse("0:7@0,1 | 7:14@2,3"), [drawn_batch(3)]
+    finder = planner.finder(batch)
+    other = planner.decide(batch, None).plan
+    running = replace(planner.running(other, batch[0]), spare=(0.0,) * 4)
+    own, away = (finder.best_of(p, running, "test") for p in (static, other))
+    edges = Edges(planner, static)
+    back = edges.switch(running, static)
+    assert back > edges.switch(planner.running(static, batch[0]), other)
+    for credit, allowed in ((-0.9 * back, True), (-1.1 * back, False)):
+        rule = Amortised(edges, running, Pool({}, credit=credit))
         assert rule.allows(own, 1.0)
         assert rule.allows(away, 1.0) == allowed
