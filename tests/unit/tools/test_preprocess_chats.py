@@ -73,7 +73,7 @@ def test_the_form_is_found(
 def test_lines_of_several_forms_are_read_unless_one_is_named(
     tokenizer: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    records = [
+    records: list[dict[str, Any]] = [
         {"messages": MESSAGES},
         {"instruction": "a", "output": "b"},
         {"prompt": "c", "completion": "d"},
