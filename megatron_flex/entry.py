@@ -53,8 +53,12 @@ def pretrain_main(architecture: Architecture) -> NoReturn:
 
 def tensor_size(build: Callable[[int], Config], workers: int) -> int:
     """How many workers share each layer, where the flags leave that open."""
-    from megatron_flex.loop.tensor_size import chosen_size
+    from megatron_flex.loop.starting import convert_source
+    from megatron_flex.loop.tensor_size import chosen_size, first_possible
 
+    # Of a Hugging Face directory the flags name the tokenizer that is converted with the weights.
+    if (config := first_possible(build, workers)) is not None:
+        convert_source(config, rank=int(os.environ.get("RANK", 0)))
     return chosen_size(build, workers)
 
 

@@ -10,6 +10,7 @@ import os
 import statistics
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from typing import TextIO
 
@@ -55,6 +56,14 @@ def chosen_size(build: Callable[[int], Config], workers: int, out: TextIO | None
     if os.environ.get("RANK", "0") == "0":
         print("\n".join(f" {x}" for x in reasons(found, choice)), file=out, flush=True)
     return choice.size
+
+
+def first_possible(build: Callable[[int], Config], workers: int) -> Config | None:
+    """The configuration with the smallest size that the flags allow, if any does."""
+    for size in sizes(workers, server_size(workers)):
+        with suppress(ArgumentsError):
+            return build(size)
+    return None
 
 
 def outlook(build: Callable[[int], Config], size: int) -> Outlook:

@@ -15,7 +15,7 @@ from megatron_flex.checkpoint.conversion.hugging_face.directory import (
     read_hugging_face,
 )
 from megatron_flex.checkpoint.conversion.shapes import check_weights
-from megatron_flex.checkpoint.errors import CheckpointError
+from megatron_flex.checkpoint.errors import CheckpointError, describe
 from megatron_flex.checkpoint.layout import TRACKER
 
 _POLL = 0.2  # seconds
@@ -56,7 +56,10 @@ def convert_once(
         if not (target / TRACKER).exists():
             weights = read_hugging_face(directory, model_type)
             check_weights(weights)
-            write_flex(target, weights)
+            try:
+                write_flex(target, weights)
+            except OSError as error:
+                raise CheckpointError(f"--load-hf: cannot convert: {describe(error)}") from error
         return target
     end = time.monotonic() + timeout
     while not (target / TRACKER).exists():
