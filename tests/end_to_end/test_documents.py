@@ -199,7 +199,7 @@ def test_the_documents_name_no_flag_that_is_not_there() -> None:
     known = {flag for option in all_options() for flag in option.flags}
     others = {"--help", "--standalone", "--nproc-per-node", "--master-port"}
     others |= {"--chdir", "--signal", "--time", "--build-arg"}  # of sbatch and docker
-    for tool in (ROOT / "tools").rglob("*.py"):
+    for tool in (p for room in ("tools", "benchmarks") for p in (ROOT / room).rglob("*.py")):
         others |= set(re.findall(r'"(--[a-z][\w-]*)"', tool.read_text()))
     for document in DOCUMENTS:
         if document.name == "flags.md":
