@@ -47,12 +47,14 @@ class ParsedLine:
     notes: tuple[str, ...]
 
 
-def read_lines(path: str, flag: str = "--input") -> Iterator[RawLine]:
+def read_lines(
+    path: str, flag: str = "--input", *, line_by_line: bool = False
+) -> Iterator[RawLine]:
     """The lines of a file; ``.gz`` is unpacked on the way.
 
     Rows of ``.parquet`` become lines, and so do the items of a ``.json`` file that is one array. A
-    ``.txt`` file is one document as a whole, unless it has JSON objects. ``flag`` names the file in
-    messages.
+    ``.txt`` file is one document as a whole, unless it has JSON objects, or is to be read
+    ``line_by_line``. ``flag`` names the file in messages.
 
     Raises:
         DataError: the file cannot be read, or is a damaged archive.
@@ -64,7 +66,8 @@ def read_lines(path: str, flag: str = "--input") -> Iterator[RawLine]:
         if path.endswith(".json") and _is_array(path):
             yield from _read_items(path)
             return
-        if path.endswith((".txt", ".txt.gz")) and (content := _whole(path)) is not None:
+        whole = path.endswith((".txt", ".txt.gz")) and not line_by_line
+        if whole and (content := _whole(path)) is not None:
             yield RawLine(path, 1, content, Path(path).stat().st_size)
             return
     except (OSError, EOFError, ValueError, RecursionError) as error:

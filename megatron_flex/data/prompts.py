@@ -92,7 +92,7 @@ def read_asked(path: str, flag: str) -> list[Asked]:
 
 
 def _asked(path: str, flag: str) -> Iterator[Asked]:
-    for line in read_lines(path, flag):
+    for line in read_lines(path, flag, line_by_line=True):
         content = line.content.strip()
         if not content:
             continue

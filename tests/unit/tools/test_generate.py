@@ -13,7 +13,7 @@ import torch
 import transformers
 
 from megatron_flex.checkpoint.conversion.hugging_face.directory import read_hugging_face
-from megatron_flex.data.prompts import Prompts
+from megatron_flex.data.prompts import Prompts, read_asked
 from megatron_flex.loop.local_model import local_blocks
 from megatron_flex.model.decode import complete, ended
 from megatron_flex.model.head import HeadBlock
@@ -194,6 +194,13 @@ def test_conversations_end_with_the_turn(
                           "who are you", "--output-path", out)  # fmt: skip
         assert status == 0, err
         assert [records(out)[0][key] for key in ("prompt", "tokens", "ended")] == [text, [0], True]
+
+
+def test_a_prompt_is_a_line_whatever_the_files_name(tmp_path: Path) -> None:
+    for name in ("asked.txt", "asked.jsonl", "asked"):
+        (tmp_path / name).write_text('one text\n\n{"text": "another"}\nand one more')
+        found = read_asked(str(tmp_path / name), "--prompt-file")
+        assert found == ["one text", "another", "and one more"]
 
 
 def test_models_and_tokenizers_that_do_not_fit_are_named(
