@@ -24,6 +24,7 @@ import re
 import shlex
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -44,6 +45,7 @@ from megatron_flex.report.read import RunData
 from megatron_flex.report.read import read_run as read_log
 from megatron_flex.signals import run_tool
 from megatron_flex.simulator.files import is_of
+from megatron_flex.simulator.sources import read_batches
 from megatron_flex.simulator.summary import row, table
 from megatron_flex.simulator.tensor import divides
 from megatron_flex.telemetry.files import replace
@@ -224,7 +226,7 @@ def command(args: argparse.Namespace, run: Run | None, given: Sequence[str], own
     words = [
         "torchrun", "--nnodes", str(devices.servers), "--nproc-per-node",
         str(devices.devices_per_server), "pretrain_gpt.py", "--global-batch-size",
-        str(args.global_batch_size), "--seq-length", str(args.seq_length),
+        str(_batch_size(args)), "--seq-length", str(args.seq_length),
         "--flexpipe-cluster", args.cluster,
     ]  # fmt: skip
     if args.profile is not None:
@@ -234,6 +236,14 @@ def command(args: argparse.Namespace, run: Run | None, given: Sequence[str], own
     if args.use_distributed_optimizer:
         words.append("--use-distributed-optimizer")
     return f"{shlex.join([*words, *own])} ...\n(... stands for model, data and learning rate)"
+
+
+def _batch_size(args: argparse.Namespace) -> int:
+    """Samples of a batch; of given ones that which most of them have."""
+    if args.batch_file is None:
+        return int(args.global_batch_size)
+    counts = Counter(map(len, read_batches(args.batch_file)))
+    return counts.most_common(1)[0][0]
 
 
 def _flags_of(words: Sequence[str]) -> set[str]:

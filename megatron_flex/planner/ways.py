@@ -17,6 +17,9 @@ SHARES = (1, 2, 4, 8, 16)
 """Micro-batches a device that the work of a batch may be divided into. With few large ones the
 pipeline is filled and drained slowly, many small ones pay fixed costs: one or two are best on
 mixtures of short samples, four and more where a few are long."""
+_FULL = 8192
+"""Tokens that keep any device busy. Micro-batches of more gain nothing and take memory, so a batch
+that is huge for its devices is divided further, in quarters."""
 _STEPS = 2  # targets to a doubling
 _LEAST = 128  # tokens of the smallest target
 
@@ -57,7 +60,10 @@ def targets(cut: Cut, lengths: tuple[int, ...], devices: int) -> list[int]:
         return cut.ways(GlobalBatch(0, array, (int(array.sum()),)))
     total = sum(map(cut.cost.of, lengths))
     found: dict[int, None] = {}
-    for share in SHARES:
+    shares = list(SHARES)
+    while sum(lengths) > _FULL * devices * shares[-1] and shares[-1] < len(lengths):
+        shares.append(4 * shares[-1])
+    for share in shares:
         wanted = max(_LEAST, cut.cost.tokens(total / (devices * share)))
         step = round(_STEPS * math.log2(wanted / _LEAST))
         found[round(_LEAST * 2.0 ** (step / _STEPS))] = None

@@ -21,7 +21,7 @@ OPEN = Cut(by_cost=True, sliced=True, cost=CostCoefficients(1.0, 1e-4))
 lengths = st.lists(st.integers(1, 5000), min_size=1, max_size=40).map(tuple)
 
 
-@given(lengths, st.integers(1, 64))
+@given(lengths, st.integers(2, 64))
 def test_targets_cover_one_to_sixteen_micro_batches_a_device(
     samples: tuple[int, ...], devices: int
 ) -> None:
@@ -32,6 +32,12 @@ def test_targets_cover_one_to_sixteen_micro_batches_a_device(
     for share, target in ((1, found[0]), (16, found[-1])):
         exact = max(128, OPEN.cost.tokens(total / devices / share))
         assert exact / 2**0.3 <= target <= exact * 2**0.3
+
+
+def test_a_batch_that_is_huge_for_its_devices_may_be_cut_finer() -> None:
+    """Else its micro-batches take memory, until all is recomputed or nothing fits."""
+    finest = [ways(OPEN, (400,) * samples, 4)[-1].tokens.max() for samples in (100, 1_000, 20_000)]
+    assert max(finest) < 10_000
 
 
 @given(lengths)

@@ -151,6 +151,8 @@ def test_batches_of_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert simulate.main([*small, *words]) == 0
     lines = (tmp_path / "out" / "megatron-pad.jsonl").read_text().splitlines()[1:]
     assert [json.loads(line)["tokens"] for line in lines] == [1000, 400, 1000]
+    args = whatif.parser().parse_args([*small, *words])
+    assert "--global-batch-size 2 " in whatif.command(args, None, [], [])
     file.write_text("500 0\n")
     assert simulate.main([*small, *words]) == 1
     assert "line 1: expected lengths of at least 1" in capsys.readouterr().err
