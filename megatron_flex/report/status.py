@@ -140,7 +140,8 @@ def _times(recent: Sequence[Record]) -> str:
     """Where the time of the last iterations went."""
     names = {"compute": "computing", "bubble": "bubble", "message": "messages",
              "waiting": "waiting for other stages", "norm": "for the last worker",
-             "reduce": "reductions", "update": "update", "stall": "stalls", "program": "program"}  # fmt: skip
+             "reduce": "reductions", "update": "update", "stall": "stalls",
+             "program": "program"}  # fmt: skip
     sums: dict[str, float] = {}
     for i, record in enumerate(recent):
         following = recent[i + 1] if i + 1 < len(recent) else None
