@@ -25,7 +25,7 @@ class Directed:
     def __init__(self, config: Config, parts: Parts, plan: Plan, executor: Executor) -> None:
         self._parts = parts
         self._coefficients = cost_coefficients(parts.model)
-        self.iterations = Iterations(config, plan, executor, self._coefficients)
+        self.iterations = Iterations(config, plan, executor, self._coefficients, parts.profile)
         self._services: dict[str, Service] = {}
 
     def switch_seconds(self, batch: GlobalBatch, following: Plan) -> float:

@@ -58,6 +58,7 @@ from megatron_flex.planner.plan import Plan
 from megatron_flex.profiling import Workbench, fit, grid, measure
 from megatron_flex.runtime.executor import Executor
 from megatron_flex.runtime.holdings import Holdings
+from megatron_flex.runtime.host_allocator import keep_freed_memory
 from megatron_flex.runtime.machine import machine_name
 from megatron_flex.runtime.optimizer import OptimizerConfig, StepSize
 from megatron_flex.runtime.world import World
@@ -277,6 +278,7 @@ def turns_of(row: Row, batches: int, cycles: int) -> list[int]:
 def worker(rank: int, place: Place, rows: Sequence[Row]) -> None:
     """One of the two workers; the first writes what the iterations took."""
     torch.set_num_threads(1)
+    keep_freed_memory()
     timeout = timedelta(minutes=5)
     dist.init_process_group(
         "gloo", init_method=f"file://{place.work}/meet", rank=rank, world_size=2, timeout=timeout

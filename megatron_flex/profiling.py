@@ -35,6 +35,7 @@ from megatron_flex.planner.memory import boundary_bytes, unit_memory
 from megatron_flex.planner.plan import Plan, Stage
 from megatron_flex.planner.tensor import TensorParallel
 from megatron_flex.runtime.holdings import Holdings
+from megatron_flex.runtime.host_allocator import keep_freed_memory
 from megatron_flex.runtime.machine import machine_name
 from megatron_flex.runtime.optimizer import OptimizerConfig, StepSize, update
 
@@ -105,6 +106,8 @@ class Workbench:
     ) -> None:
         self.config = replace(config, num_layers=1)
         self.device = device
+        if device.type == "cpu":
+            keep_freed_memory()  # as a worker does
         self.group = group
         self.tensor = TensorParallel(group.size, group.sequence_parallel)
         units = self.config.layers.num_units
@@ -157,23 +160,36 @@ class Workbench:
         size = (self.group.rows(shape.tokens), 1, self.config.hidden_size)
         return torch.randn(size, dtype=dtype, device=self.device, requires_grad=True)
 
-    def run(self, kind: Kind, shape: Shape) -> dict[str, float]:
-        """Seconds of the parts of one pass of one unit over one micro-batch."""
-        block, batch = self.blocks[kind], self.batch(shape)
-        hidden = self._input(shape, kind)
-        tape = Tape()
-        self._together()
-        begin = self._now()
-        with recording(tape):
-            output = block(hidden, batch)
-        forward = self._now() - begin
-        gradient = torch.ones_like(output)
-        begin = self._now()
-        torch.autograd.backward(output, gradient)
-        half = self._now() - begin
-        tape.run()
-        whole = self._now() - begin
-        return {"forward": forward, "backward_input": half, "backward": whole}
+    def run(self, shape: Shape) -> dict[Kind, dict[str, float]]:
+        """Seconds of the parts of a pass over one micro-batch, of one unit of each kind.
+
+        The units are a chain, as in training: what a backward needs was made some units before, so
+        that it is no longer in a processor's caches.
+        """
+        batch, hidden = self.batch(shape), None
+        chain: list[tuple[Kind, Tensor | None, Tensor, Tape]] = []
+        found: dict[Kind, dict[str, float]] = {}
+        for kind, block in self.blocks.items():
+            tape = Tape()
+            self._together()
+            begin = self._now()
+            with recording(tape):
+                output = block(hidden, batch)
+            found[kind] = {"forward": self._now() - begin}
+            chain.append((kind, hidden, output, tape))
+            hidden = output.detach().requires_grad_()
+        gradient: Tensor | None = torch.ones_like(output)
+        del output, hidden
+        while chain:
+            kind, hidden, output, tape = chain.pop()
+            self._together()
+            begin = self._now()
+            torch.autograd.backward(output, gradient)
+            found[kind]["backward_input"] = self._now() - begin
+            tape.run()
+            found[kind]["backward"] = self._now() - begin
+            gradient = None if hidden is None else hidden.grad
+        return found
 
     def activation(self, kind: Kind, shape: Shape) -> int:
         """Bytes that a forward keeps for the backward: unique storages, parameters apart."""
@@ -211,15 +227,15 @@ def measure(
     ``progress`` is called with the number of runs done since the last call.
     """
     found: dict[tuple[Kind, str, Shape], list[float]] = defaultdict(list)
-    order = [(kind, shape) for kind in Kind for shape in shapes]
-    draw = random.Random(seed)
+    order, draw = list(shapes), random.Random(seed)
     for repeat in range(repeats + 1):
         draw.shuffle(order)
-        for kind, shape in order:
-            parts = bench.run(kind, shape)
+        for shape in order:
+            units = bench.run(shape)
             if repeat:  # the first round warms caches and allocators up
-                for part, seconds in parts.items():
-                    found[kind, part, shape].append(seconds)
+                for kind, parts in units.items():
+                    for part, seconds in parts.items():
+                        found[kind, part, shape].append(seconds)
             progress(1)
     samples: Samples = defaultdict(list)
     medians = bench.agreed([statistics.median(values) for values in found.values()])
@@ -230,7 +246,7 @@ def measure(
 
 def runs(shapes: Sequence[Shape], repeats: int) -> int:
     """How often :func:`measure` calls its progress."""
-    return len(Kind) * len(shapes) * (repeats + 1)
+    return len(shapes) * (repeats + 1)
 
 
 def fit(

@@ -54,7 +54,7 @@ class Iterations:
     plan: Plan
     executor: Executor
     coefficients: CostCoefficients
-    profile: Profile | None = None
+    profile: Profile | None
 
     def __post_init__(self) -> None:
         self.last: tuple[Received, tuple[MicroBatch, ...]] | None = None

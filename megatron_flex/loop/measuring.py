@@ -27,7 +27,6 @@ from megatron_flex.loop.assemble import Parts
 from megatron_flex.loop.iteration import tensor_of
 from megatron_flex.loop.questions import Run
 from megatron_flex.model.config import ModelConfig
-from megatron_flex.model.layers import Kind
 from megatron_flex.planner.plan import PlanError
 from megatron_flex.planner.tensor import check_profile
 from megatron_flex.profiling import Samples, Shape, Workbench, aligned, fit, grid, measure
@@ -157,8 +156,7 @@ def _affordable(bench: Workbench, world: World, tokens: Sequence[int]) -> tuple[
         (shape,) = aligned([Shape((size,))], bench.config.alignment)
         for _ in range(2):  # the first warms up
             began = time.perf_counter()
-            for kind in Kind:
-                bench.run(kind, shape)
+            bench.run(shape)
             seconds = max(world.gather(time.perf_counter() - began))
         sizes.append(size)
         if len(sizes) >= 3 and 2 * FEWEST * len(LENGTHS) * seconds > SECONDS:
@@ -166,8 +164,7 @@ def _affordable(bench: Workbench, world: World, tokens: Sequence[int]) -> tuple[
     shapes = aligned(grid(sizes, LENGTHS), bench.config.alignment)
     began = time.perf_counter()
     for shape in shapes:
-        for kind in Kind:
-            bench.run(kind, shape)
+        bench.run(shape)
     a_round = max(world.gather(time.perf_counter() - began))
     return shapes, min(MOST, max(FEWEST, int(SECONDS / a_round) - 1))
 

@@ -20,7 +20,7 @@ from megatron_flex.planner.options import AUTO
 from megatron_flex.planner.plan import OPlan, Plan
 from megatron_flex.planner.plans import groups_of
 from megatron_flex.planner.pricing import Price, Pricer, price_with
-from megatron_flex.planner.simulation import FUSED, SEARCHED
+from megatron_flex.planner.simulation import FUSED, SEARCHED, schedule_of
 from megatron_flex.planner.switching import Running, Way, joiner_bytes, switch
 from megatron_flex.planner.tables import Tables
 from megatron_flex.schedule.list_scheduler import policy
@@ -128,11 +128,13 @@ class Fitter:
         return peak <= allowance(costs.budget)
 
     def _fit(self, pricer: Pricer, plan: Plan) -> Price:
-        batch, schedule = pricer.batch, self._costs.options.schedule
+        batch, options = pricer.batch, self._costs.options
+        schedule = schedule_of(plan, options)
         open_ = schedule == AUTO
         split = SEARCHED if open_ else schedule
         if not policy(split).split:
-            return self._least(pricer, plan, schedule)[1]
+            tables = self._fused(batch) if options.schedule == AUTO else None
+            return self._least(pricer, plan, schedule, tables)[1]
         groups = pricer.problem_of(plan).price(groups_of(pricer.problem.tables, plan)).groups
         missing = [group.missing for group in groups]
         if max(missing) <= 0:

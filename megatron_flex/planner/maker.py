@@ -20,6 +20,7 @@ from megatron_flex.planner.simulation import (
     Prediction,
     op_costs,
     place_plan,
+    schedule_of,
 )
 from megatron_flex.schedule.instructions import Program
 from megatron_flex.schedule.list_scheduler import finish
@@ -128,8 +129,9 @@ class Maker:
             )
             assert placed is not None  # only a finite stop gives None
             return self._finish(placed, batch, None, plan.spare)
-        if self.costs.options.schedule != AUTO:
-            return self.under(plan, batch, self.costs.options.schedule)
+        schedule = schedule_of(plan, self.costs.options)
+        if schedule != AUTO:
+            return self.under(plan, batch, schedule)
         # Split backwards hold more, so that a fused one may do where a split one does not fit, or
         # only with so little in flight that halves do not pay.
         split, allowed = self.under(plan, batch, SEARCHED), self.allowed

@@ -16,7 +16,7 @@ import numpy as np
 from megatron_flex.model.layers import Kind
 from megatron_flex.planner.build import MESSAGE_BUFFERS, Batch, ModelCosts
 from megatron_flex.planner.memory import chain_bytes
-from megatron_flex.planner.options import AUTO
+from megatron_flex.planner.options import AUTO, PlannerOptions
 from megatron_flex.planner.plan import Plan, PlanError
 from megatron_flex.planner.tables import Array
 from megatron_flex.quantities import size
@@ -31,6 +31,16 @@ SEARCHED = "zb"
 """Name of the schedule that is chosen among several rules and orders by simulation."""
 FUSED = "1f1b"
 """The schedule with a fused backward that :data:`AUTO` falls back to."""
+
+
+def schedule_of(plan: Plan, options: PlannerOptions) -> str:
+    """What a plan runs under: the schedule that it names, or that of the options.
+
+    Where one stage holds all, no device waits for another, so that a backward in halves could only
+    cost.
+    """
+    name = plan.schedule or options.schedule
+    return FUSED if name == AUTO and len(plan.stages) == 1 else name
 
 
 @dataclass(frozen=True)
@@ -102,7 +112,7 @@ def op_costs(costs: ModelCosts, plan: Plan, batch: Batch) -> OpCosts:
     weights = table(costs.backward_weight * waits)
     # Between the halves a stage holds what is owed; the embedding owes, but keeps nothing before.
     # By the plan's own schedule: where it was recorded, the flags may name none that splits.
-    name = plan.schedule or costs.options.schedule
+    name = schedule_of(plan, costs.options)
     splits = name == AUTO or policy(name).split
     halves = costs.owed * waits if splits else np.zeros(costs.num_elements)
     most = np.maximum(np.add.reduceat(kept, starts), np.add.reduceat(halves, starts))
@@ -240,7 +250,7 @@ def place_plan(
         fixed: :func:`static_bytes`, if they are known.
     """
     op = op_costs(costs, plan, batch) if op is None else op
-    name = plan.schedule or costs.options.schedule
+    name = schedule_of(plan, costs.options)
     if forward_only:
         rule = policy("gpipe")
         placement = simulate(plan, op, rule, table=table, forward_only=True, chains=batch.chains)

@@ -14,6 +14,7 @@ from megatron_flex.runtime.agreement import Facts, check_alike
 from megatron_flex.runtime.attempt import AGREED, agree, attempt, several_torchruns
 from megatron_flex.runtime.completion import Completion
 from megatron_flex.runtime.failure import FirstFailure, lost
+from megatron_flex.runtime.host_allocator import keep_freed_memory
 from megatron_flex.runtime.world import World, control_group, local_rank, workers_per_gpu
 
 STORE_TIMEOUT = timedelta(seconds=5)
@@ -54,6 +55,7 @@ def start(
         torch.cuda.set_device(device)
     else:
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+        keep_freed_memory()
     timeout = timedelta(minutes=timeout_minutes)
     rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     failure, completion = FirstFailure(None, rank), Completion(None)

@@ -320,3 +320,20 @@ def test_optimizer_state_over_replicas_is_no_reason_for_a_fused_backward() -> No
     placed = place_plan(p.units, price.plan, batch)
     assert placed is not None
     assert placed.schedule == "zb"
+
+
+@pytest.mark.parametrize("part", [2.0, 0.8])
+def test_where_one_stage_holds_all_the_backward_is_fused(part: float) -> None:
+    """Nothing waits there, so that halves of a backward could only cost."""
+    whole, batch = Plan.parse("0:14@0,1"), drawn_batch(3)
+    p = planner(schedule="auto")
+    assert p.fitter is not None
+    most = max(p.fitter.peaks(whole, batch)) / (1.0 - MARGIN)
+    p = planner(part * most, schedule="auto")
+    found = p.fitted(p.finder([batch]), p.finder([batch]).best_of(whole, None, "given"))
+    made = p.maker.keep(found.plan, batch)
+    assert made.schedule == "1f1b"
+    assert found.price.fits
+    assert found.plan.o_plan.saves == (part < 1.0)
+    split = p.maker.under(found.plan, batch, "zb")
+    assert made.seconds <= split.seconds * (1.0 + 1e-9)
