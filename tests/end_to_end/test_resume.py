@@ -127,7 +127,7 @@ def test_an_evaluation_leaves_no_trace_in_training(
     runs.assert_equal_bits(evaluated, whole)
     # Three validations and the one at the end, each on the three rows that there are.
     assert [v.samples for v in evaluated.history.validations] == [3, 3, 3, 3]
-    assert any("all 3 samples there are" in line for line in evaluated.printed)
+    assert any("all there are: 3 of the" in line for line in evaluated.printed)
 
 
 def test_a_finished_run_that_is_started_again_trains_nothing_and_keeps_its_checkpoint(

@@ -24,7 +24,7 @@ from megatron_flex.profiling import (
     whole,
 )
 from megatron_flex.runtime.machine import machine_name
-from tests.unit.planner.instances_real import drawn_batch, small_cluster, small_model
+from tests.unit.planner.instances_real import even_batch, small_cluster, small_model
 from tools.profile_layers import main
 
 SMALL = small_model(
@@ -75,7 +75,7 @@ def test_a_measured_profile_is_complete_and_plans(architecture: str) -> None:
     assert pooled(profile, samples).median < 0.5
     planner = Planner(config, profile, small_cluster(2), PlannerOptions(simulations=2))
     with pytest.warns(ProfileRangeWarning, match="32 to 2048 tokens"):
-        decision = planner.decide([drawn_batch(1, budget=500)], None)
+        decision = planner.decide([even_batch(4, 5000)], None)
     assert decision.predicted.seconds > 0
 
 
