@@ -103,7 +103,7 @@ def test_auto_tokenizer_has_the_ids_that_training_saw(
     again = build_tokenizer("HuggingFaceTokenizer", tokenizer_model=str(tmp_path))
     assert (theirs.eos_token_id, theirs.pad_token_id) == (ours.eod, ours.pad)
     assert (again.eod, again.pad, again.vocab_size) == (ours.eod, ours.pad, ours.vocab_size)
-    # A unigram model may cut a run of blanks in several ways of equal score: each library takes its own.
+    # A run of blanks has several ways of equal score in a unigram model; each library has its own.
     key = sorted if "unigram" in name else list
     for text in (*TEXTS, *SOURCES[:3]):
         expected = ours.encode(text)
