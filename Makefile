@@ -63,7 +63,8 @@ else
 endif
 
 soak: $(VENV)/.dev $(LIBRARY)
-	$(BIN)/python -m pytest -q --durations=20 --soak $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -q --durations=20 --soak \
+	  $(or $(PYTEST_ARGS),-n $(JOBS) --dist loadfile --no-loadscope-reorder)
 
 mutants: $(VENV)/.dev
 	$(BIN)/python -m tests.mutants.run $(MUTANTS_ARGS)
