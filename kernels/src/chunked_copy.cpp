@@ -30,7 +30,20 @@ MFLEX_INLINE void pause_cpu() {
 #endif
 }
 
-// Waits until the flag holds `version` or a newer one; returns what it holds, also at the time-out.
+// Threads take the next chunk in turn, so that chunks arrive in order.
+template <typename Body>
+void for_each_chunk(const Chunks& chunks, int threads, const Body& body) {
+  if (threads <= 0) threads = available_threads();
+  std::atomic<int64_t> next{0};
+  parallel_for(threads, 1, threads, [&](int64_t, int64_t) {
+    for (int64_t i = next.fetch_add(1); i < chunks.count(); i = next.fetch_add(1)) {
+      if (!body(i)) next.store(chunks.count());
+    }
+  });
+}
+
+}  // namespace
+
 // It spins as long as a chunk takes to arrive, then leaves the core to others, who may be the
 // writer.
 uint64_t wait_for(const uint64_t* flag, uint64_t version, int64_t timeout_ns) {
@@ -54,19 +67,6 @@ uint64_t wait_for(const uint64_t* flag, uint64_t version, int64_t timeout_ns) {
   }
 }
 
-// Threads take the next chunk in turn, so that chunks arrive in order.
-template <typename Body>
-void for_each_chunk(const Chunks& chunks, int threads, const Body& body) {
-  if (threads <= 0) threads = available_threads();
-  std::atomic<int64_t> next{0};
-  parallel_for(threads, 1, threads, [&](int64_t, int64_t) {
-    for (int64_t i = next.fetch_add(1); i < chunks.count(); i = next.fetch_add(1)) {
-      if (!body(i)) next.store(chunks.count());
-    }
-  });
-}
-
-}  // namespace
 }  // namespace mflex
 
 MFLEX_API void mflex_chunked_write(const char* source, char* target, int64_t bytes,

@@ -22,4 +22,8 @@ struct Chunks {
   }
 };
 
+// Waits until a chunk's flag holds `version` or a newer one, at most `timeout_ns`; returns what it
+// holds.
+uint64_t wait_for(const uint64_t* flag, uint64_t version, int64_t timeout_ns);
+
 }  // namespace mflex

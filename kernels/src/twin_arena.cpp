@@ -1,7 +1,6 @@
 // What workers do in the arena of the TwinLayer manager beside copying chunks: keep a slab's state
 // with its checksum, and read and write single words that other processes see.
 #include <sys/mman.h>
-#include <time.h>
 
 #include "checksum.h"
 #include "chunks.h"
@@ -58,16 +57,9 @@ MFLEX_API void mflex_twin_raise(uint64_t* word, uint64_t value) {
   }
 }
 
-// Waits until a chunk's flag holds `version` or a newer one, at most `timeout_ns`; returns what it
-// holds. For readers that cannot use mflex_chunked_read: their target is not in host memory.
+// For readers that cannot use mflex_chunked_read: their target is not in host memory.
 MFLEX_API uint64_t mflex_twin_wait(const uint64_t* flag, uint64_t version, int64_t timeout_ns) {
-  constexpr int64_t kRest = 20000;
-  for (;; timeout_ns -= kRest) {
-    const uint64_t found = __atomic_load_n(flag, __ATOMIC_ACQUIRE);
-    if (found >= version || timeout_ns <= 0) return found;
-    const timespec rest{0, kRest};
-    nanosleep(&rest, nullptr);
-  }
+  return mflex::wait_for(flag, version, timeout_ns);
 }
 
 // Makes the page tables of shared memory ahead of its use, so that a copy meets no page faults. The

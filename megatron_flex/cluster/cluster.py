@@ -182,7 +182,7 @@ class Cluster:
                 f"cannot take {devices} devices of {self.name}: its servers have {per_server}; take"
                 f" up to {per_server}, or a multiple of that"
             )
-        name = f"{self.name.partition('x')[0]}x{devices}"
+        name = f"{re.sub('x[0-9]+$', '', self.name)}x{devices}"
         if devices <= per_server:
             return replace(self, name=name, servers=1, devices_per_server=devices)
         return replace(self, name=name, servers=devices // per_server)

@@ -190,12 +190,10 @@ def static_bytes(costs: ModelCosts, plan: Plan, batch: Batch) -> list[float]:
         size += optimizer / len(stage.group) if sharded else optimizer
         for device in stage.group:
             world[device] += size
-    tied = costs.layers.tied_slab
-    if tied is not None:
+    if costs.layers.tied:
         holders = {*plan.stages[0].group, *plan.stages[-1].group}
-        state = costs.slab_state(tied)
-        size = state.parameters + state.gradients
-        size += state.optimizer / len(holders) if sharded else state.optimizer
+        optimizer = costs.tied.optimizer
+        size = costs.tied.state + (optimizer / len(holders) if sharded else optimizer)
         for device in holders:
             world[device] += size
     most = float(batch.tokens.max())

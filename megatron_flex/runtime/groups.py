@@ -134,7 +134,9 @@ class ReductionGroups:
             try:
                 return future.result(max(0.0, min(left, LOOK)))
             except FutureTimeoutError as error:
-                if left <= LOOK or future.done():
+                # It may have come just now; a time-out inside its making is an end, too.
+                failed = future.done() and future.exception() is error
+                if left <= LOOK or failed:
                     raise RuntimeError(
                         f"the process group {ranks} was not made within {seconds:.0f} s: is one of"
                         " its workers stuck?"

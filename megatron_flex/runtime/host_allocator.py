@@ -7,7 +7,8 @@ import ctypes
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 """Parameters of ``mallopt``, in glibc's malloc.h."""
 _NEVER = -1
-_LARGEST = 1 << 30
+_LARGEST, _LARGEST_BEFORE_2_35 = 1 << 30, 32 << 20
+"""Bytes that are taken from freed memory at most; older versions of glibc refuse more."""
 
 
 def keep_freed_memory() -> None:
@@ -19,5 +20,6 @@ def keep_freed_memory() -> None:
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
-        mallopt(_MMAP_THRESHOLD, _LARGEST)
+        if not mallopt(_MMAP_THRESHOLD, _LARGEST):
+            mallopt(_MMAP_THRESHOLD, _LARGEST_BEFORE_2_35)
         mallopt(_TRIM_THRESHOLD, _NEVER)

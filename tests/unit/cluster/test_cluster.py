@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,7 @@ def test_the_first_devices_are_part_of_a_server_or_whole_servers() -> None:
     assert load("a100x16").servers == 4
     assert load("a100x2").world_size == load("a100x2").devices_per_server == 2
     assert load("h200x4096").servers == 512
+    assert replace(load("a100x8"), name="dgx-a100x8").first(2).name == "dgx-a100x2"
     for name in ("a100x6", "a100x0", "a100x38"):
         with pytest.raises(ClusterError, match="cannot take"):
             load(name)

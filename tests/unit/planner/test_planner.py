@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_flex.planner.decision import Action, Decision, Infeasible, action_of
+from megatron_flex.planner.memory import total_parameters
 from megatron_flex.planner.plan import OPlan, Plan
 from megatron_flex.planner.pool import Pool
 from megatron_flex.planner.simulation import op_costs, predict, static_bytes
@@ -178,6 +179,13 @@ def test_static_bytes_count_the_tied_embedding_on_both_ends_and_once_on_one_devi
     one = static_bytes(costs, Plan.parse("0:14@0"), batch)
     slack = 16 * costs.profile.boundary * 64
     assert sum(two) - sum(one) == pytest.approx(tied, abs=slack)
+
+
+def test_static_bytes_count_the_exact_sums_of_every_parameter() -> None:
+    plain, exact = (small_planner(1, bitwise=bitwise).units for bitwise in (False, True))
+    plan, batch = Plan.parse(f"0:{plain.layers.num_units}@0"), even_batch(1, 16)
+    more = static_bytes(exact, plan, batch)[0] - static_bytes(plain, plan, batch)[0]
+    assert more == 8 * total_parameters(plain.config)
 
 
 def test_the_best_static_plan_fits_every_batch() -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
@@ -96,3 +99,19 @@ def test_a_member_that_never_comes_is_not_waited_for_without_end() -> None:
     with pytest.raises(RuntimeError, match=r"the process group \(0, 1\) was not made within 1 s|"
                        r"wait timeout"):  # fmt: skip
         reductions.all_reduce(torch.ones(1), (0, 1))
+
+
+class Late(Future[Any]):
+    """A group that is there when the first wait for it has just ended."""
+
+    def result(self, timeout: float | None = None) -> Any:
+        if not self.done():
+            self.set_result("the group")
+            raise FutureTimeoutError
+        return super().result(timeout)
+
+
+def test_a_group_that_comes_as_a_wait_ends_is_taken() -> None:
+    reductions = groups(rank=0)
+    reductions._known[0, 1] = Late()
+    assert reductions._group((0, 1)) == "the group"

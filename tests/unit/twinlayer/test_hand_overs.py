@@ -10,6 +10,7 @@ import time
 import pytest
 import torch
 
+from megatron_flex import native
 from megatron_flex.twinlayer.errors import TwinError
 from megatron_flex.twinlayer.hand_overs import HandOver
 from megatron_flex.twinlayer.manager import Shape, entry_bytes
@@ -175,6 +176,12 @@ def test_a_wait_that_is_too_long_names_slab_and_chunk() -> None:
         read = reader.hand_overs.read(entry, torch.zeros(NUMEL))
         with pytest.raises(TwinError, match=r"slab 5 of worker 0: chunk 0 of \d+ .* within 0.2 s"):
             read.result(10)
+
+
+def test_a_wait_for_a_chunk_of_a_gpu_ends_by_the_clock() -> None:
+    flag, began = torch.zeros(1, dtype=torch.int64), time.perf_counter()
+    assert native.function("mflex_twin_wait")(flag.data_ptr(), 1, 300_000_000) == 0
+    assert 0.3 <= time.perf_counter() - began < 0.9
 
 
 def test_a_transfer_that_has_its_place_outlives_the_manager() -> None:
