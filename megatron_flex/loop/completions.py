@@ -21,9 +21,8 @@ from megatron_flex.model.layers import Kind
 from megatron_flex.model.megatron import DTYPES
 from megatron_flex.planner.plan import Plan
 from megatron_flex.runtime.channel import Message
-from megatron_flex.runtime.communicator import explain
 from megatron_flex.runtime.holdings import Holdings
-from megatron_flex.runtime.world import World
+from megatron_flex.runtime.world import World, explain
 
 
 class _Stages:

@@ -15,8 +15,7 @@ from collections.abc import Iterable
 import torch
 
 from megatron_flex.runtime.channel import Message
-from megatron_flex.runtime.failure import lost
-from megatron_flex.runtime.world import World
+from megatron_flex.runtime.world import World, explain
 from megatron_flex.schedule.instructions import (
     Instruction,
     RecvActivation,
@@ -24,21 +23,6 @@ from megatron_flex.schedule.instructions import (
     Transfer,
 )
 from megatron_flex.schedule.residency import POSTED
-
-
-class explain:  # noqa: N801 - reads as a statement
-    """``with explain(what, world):`` turns a backend's error into one that names the wait."""
-
-    def __init__(self, what: object, world: World) -> None:
-        self._what, self._world = what, world
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: type | None, error: BaseException | None, _: object) -> None:
-        if isinstance(error, RuntimeError):
-            limit = f"{self._what} (time-out {self._world.timeout.total_seconds():.0f} s)"
-            raise lost(self._world.process, limit, error) from error
 
 
 class Communicator:

@@ -20,12 +20,11 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from megatron_flex.runtime.arena import ArenaTransport
-from megatron_flex.runtime.communicator import explain
 from megatron_flex.runtime.holdings import Holdings
 from megatron_flex.runtime.slab import Slab
-from megatron_flex.runtime.states import Copy, Gather, Pending, StateTransfers
+from megatron_flex.runtime.states import Awaited, Copy, Pending, StateTransfers
 from megatron_flex.runtime.swap import OptimizerSwap
-from megatron_flex.runtime.world import World
+from megatron_flex.runtime.world import World, explain
 from megatron_flex.schedule.instructions import (
     GatherParameters,
     Recut,
@@ -222,7 +221,8 @@ class Custody:
             life = self._enter(op.slab, State.GATHERING)
             with explain(op, self._world):
                 works = self._world.reductions.all_gather(slab.params, op.group)
-            life.coming += (Gather(op.slab, self._world, work) for work in works)
+            what = f"gathering the parameters of slab {op.slab}"
+            life.coming += (Awaited(what, self._world, work) for work in works)
 
     def drop(self, number: int) -> None:
         """Give a slab up, when nothing of it is under way any more."""

@@ -17,7 +17,7 @@ from megatron_flex.model.tensor_group import TensorGroupError
 from megatron_flex.runtime import exact
 from megatron_flex.runtime.arena import ArenaTransport
 from megatron_flex.runtime.clock import Clock, Measured
-from megatron_flex.runtime.communicator import Communicator, explain
+from megatron_flex.runtime.communicator import Communicator
 from megatron_flex.runtime.compute import Passes
 from megatron_flex.runtime.custody import Custody
 from megatron_flex.runtime.failure import lost
@@ -27,7 +27,7 @@ from megatron_flex.runtime.optimizer import OptimizerConfig, clip_coefficient, u
 from megatron_flex.runtime.shards import collect
 from megatron_flex.runtime.slab import Slab
 from megatron_flex.runtime.step import Run, StepInputs, StepResult
-from megatron_flex.runtime.world import World
+from megatron_flex.runtime.world import World, explain
 from megatron_flex.schedule.instructions import (
     Backward,
     BackwardInput,
@@ -58,6 +58,11 @@ from megatron_flex.schedule.instructions import (
 from megatron_flex.schedule.part import Part
 
 Handler = Callable[[Any, Any], None]
+
+
+def _apart(step: Callable[[Any], None]) -> Handler:
+    """The handler of an instruction that is the same in a program and between iterations."""
+    return lambda _, op: step(op)
 
 
 class Executor:
@@ -95,11 +100,11 @@ class Executor:
             SquaredNorm: self._squared_norm,
             GlobalNorm: self._global_norm,
             UpdateOrSkip: self._update_or_skip,
-            GatherParameters: self._gather,
-            Recut: self._recut,
-            SendPiece: self._send_piece,
-            RecvPiece: self._receive_piece,
-            SendState: self._send_state,
+            GatherParameters: _apart(self.custody.gather),
+            Recut: _apart(self.custody.recut),
+            SendPiece: _apart(self.custody.send_piece),
+            RecvPiece: _apart(self.custody.receive_piece),
+            SendState: _apart(self.custody.send),
             RecvState: self._receive_state,
             Drop: self._drop,
         }
@@ -340,26 +345,11 @@ class Executor:
 
     # ---- a switch ----------------------------------------------------------------------------
 
-    def _send_state(self, _: Run | None, op: SendState) -> None:
-        self.custody.send(op)
-
     def _receive_state(self, run: Run | None, op: RecvState) -> None:
         after = None if run is None else run.part.next_plan
         wanted = after is not None and op.slab in after.o_plan.optimizer
         # A message to a GPU cannot end in the host's memory.
         self.custody.receive(op, offloaded=wanted and self.world.device.type == "cpu")
-
-    def _recut(self, _: Run | None, op: Recut) -> None:
-        self.custody.recut(op)
-
-    def _send_piece(self, _: Run | None, op: SendPiece) -> None:
-        self.custody.send_piece(op)
-
-    def _receive_piece(self, _: Run | None, op: RecvPiece) -> None:
-        self.custody.receive_piece(op)
-
-    def _gather(self, _: Run | None, op: GatherParameters) -> None:
-        self.custody.gather(op)
 
     def _drop(self, run: Run | None, op: Drop) -> None:
         if run is not None:

@@ -7,10 +7,9 @@ from contextlib import contextmanager
 
 import torch
 
-from megatron_flex.runtime.communicator import explain
 from megatron_flex.runtime.holdings import Holdings
 from megatron_flex.runtime.slab import Slab
-from megatron_flex.runtime.world import World
+from megatron_flex.runtime.world import World, explain
 from megatron_flex.schedule.shards import owners
 
 

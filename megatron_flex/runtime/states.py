@@ -9,13 +9,11 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
-import torch.distributed as dist
 
 from megatron_flex.runtime.arena import ArenaTransport, Place
 from megatron_flex.runtime.channel import Message
-from megatron_flex.runtime.communicator import explain
 from megatron_flex.runtime.failure import CommunicationError
-from megatron_flex.runtime.world import World
+from megatron_flex.runtime.world import World, explain
 from megatron_flex.schedule.instructions import (
     PieceOp,
     RecvPiece,
@@ -36,33 +34,17 @@ class Pending(Protocol):
 
 
 @dataclass(frozen=True)
-class _Message:
-    op: StateOp | PieceOp
+class Awaited:
+    """A message or a collective under way; ``what`` names it in errors."""
+
+    what: object
     world: World
     work: Message
 
     def wait(self) -> None:
-        with explain(self.op, self.world):
+        """Return when it is done."""
+        with explain(self.what, self.world):
             self.work.wait(self.world.timeout)
-
-
-@dataclass(frozen=True)
-class PeerTransport:
-    """From worker to worker, as messages of torch.distributed."""
-
-    world: World
-
-    def send(self, op: SendState | SendPiece, state: torch.Tensor) -> Pending:
-        """Begin to send."""
-        assert self.world.state is not None
-        with explain(op, self.world):
-            return _Message(op, self.world, self.world.state.send(state, op.peer))
-
-    def receive(self, op: RecvState | RecvPiece, state: torch.Tensor) -> Pending:
-        """Begin to receive."""
-        assert self.world.state is not None
-        with explain(op, self.world):
-            return _Message(op, self.world, self.world.state.receive(state, op.peer))
 
 
 @dataclass(frozen=True)
@@ -90,20 +72,6 @@ class Copy:
             ) from error
 
 
-@dataclass(frozen=True)
-class Gather:
-    """Parameters of a slab that are being gathered."""
-
-    slab: int
-    world: World
-    work: dist.Work
-
-    def wait(self) -> None:
-        """Return when they are here."""
-        with explain(f"gathering the parameters of slab {self.slab}", self.world):
-            self.work.wait(self.world.timeout)
-
-
 class StateTransfers:
     """Begins transfers of slab states.
 
@@ -113,7 +81,6 @@ class StateTransfers:
 
     def __init__(self, world: World, arena: ArenaTransport | None = None) -> None:
         self._world = world
-        self._peers = PeerTransport(world)
         self._arena = arena
 
     def prepare(self, part: Part, state_bytes: Callable[[int], int]) -> None:
@@ -134,16 +101,20 @@ class StateTransfers:
     def send(self, op: SendState | SendPiece, state: torch.Tensor) -> Pending:
         """Begin to send; the state must not change before that is done."""
         place = self._place(op)
-        if place is None:
-            return self._peers.send(op, state)
-        return Copy(op, self._world, place.write(state))
+        if place is not None:
+            return Copy(op, self._world, place.write(state))
+        assert self._world.state is not None
+        with explain(op, self._world):
+            return Awaited(op, self._world, self._world.state.send(state, op.peer))
 
     def receive(self, op: RecvState | RecvPiece, state: torch.Tensor) -> Pending:
         """Begin to receive; the state is undefined before that is done."""
         place = self._place(op)
-        if place is None:
-            return self._peers.receive(op, state)
-        return Copy(op, self._world, place.read(state))
+        if place is not None:
+            return Copy(op, self._world, place.read(state))
+        assert self._world.state is not None
+        with explain(op, self._world):
+            return Awaited(op, self._world, self._world.state.receive(state, op.peer))
 
     def _place(self, op: StateOp | PieceOp) -> Place | None:
         if self._arena is None or not isinstance(op, StateOp):

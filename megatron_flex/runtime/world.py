@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -114,7 +113,7 @@ class World:
         if self.control is None:
             return value
         box = [value]
-        with self._together("what the first worker says"):
+        with explain("what the first worker says", self):
             dist.broadcast_object_list(box, src=0, group=self.control)
         return box[0]
 
@@ -126,7 +125,7 @@ class World:
         if self.control is None:
             assert messages is not None
             return messages[0], 0.0
-        with self._together("what the first worker sends to each"):
+        with explain("what the first worker sends to each", self):
             sizes, rows = torch.zeros(self.size, dtype=torch.int64), None
             if messages is not None:
                 sizes = torch.tensor([len(m) for m in messages])
@@ -146,7 +145,7 @@ class World:
         if self.control is None:
             return [value]
         values: list[Any] = [None] * self.processes
-        with self._together("what all workers say"):
+        with explain("what all workers say", self):
             dist.all_gather_object(values, value, group=self.control)
         return values
 
@@ -156,7 +155,7 @@ class World:
 
     def check_alike(self, facts: Facts) -> None:
         """Raise ``SystemExit`` on all workers if they do not start from the same ``facts``."""
-        with self._together("what all workers start from"):
+        with explain("what all workers start from", self):
             check_alike(self.control, facts)
 
     def barrier(self) -> None:
@@ -168,7 +167,7 @@ class World:
         if self.control is None:
             return value
         tensor = torch.tensor([value], dtype=torch.float64)
-        with self._together("a sum over all workers"):
+        with explain("a sum over all workers", self):
             dist.all_reduce(tensor, group=self.control)
         return float(tensor.item())
 
@@ -181,17 +180,24 @@ class World:
         if self.control is None:
             return value
         tensor = torch.tensor([value])
-        with self._together("a maximum over all workers"):
+        with explain("a maximum over all workers", self):
             dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self.control)
         return int(tensor.item())
 
-    @contextmanager
-    def _together(self, what: str) -> Iterator[None]:
-        """Give the error of a wait for all workers a name."""
-        try:
-            yield
-        except RuntimeError as error:
-            raise lost(self.process, what, error) from error
+
+class explain:  # noqa: N801 - reads as a statement
+    """``with explain(what, world):`` turns a backend's error into one that names the wait."""
+
+    def __init__(self, what: object, world: World) -> None:
+        self._what, self._world = what, world
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type | None, error: BaseException | None, _: object) -> None:
+        if isinstance(error, RuntimeError):
+            limit = f"{self._what} (time-out {self._world.timeout.total_seconds():.0f} s)"
+            raise lost(self._world.process, limit, error) from error
 
 
 def control_group(timeout: timedelta) -> dist.ProcessGroup | None:

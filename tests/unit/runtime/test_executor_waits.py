@@ -53,7 +53,8 @@ def worker() -> Worker:
 
 def wired(executor: Executor) -> Wire:
     wire = Wire()
-    executor.custody.carriers._peers = wire  # type: ignore[assignment]
+    carriers: Any = executor.custody.carriers
+    carriers.send, carriers.receive = wire.send, wire.receive
     return wire
 
 
