@@ -169,7 +169,7 @@ class Chooser:
         """Predicted bytes of the fullest worker, with the plan's own O_plan."""
         planner = self.planner(1e15)
         assert planner.fitter is not None
-        return max(planner.fitter.peaks(plan, self.batch(batch)))
+        return max(planner.maker.keep(plan, self.batch(batch)).peaks)
 
 
 def same_batch(arguments: argparse.Namespace, chooser: Chooser, source: BatchSource) -> None:

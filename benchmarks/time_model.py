@@ -106,7 +106,7 @@ def draw_costs(r: np.random.Generator, schedule: str, split: bool) -> ModelCosts
     cluster = ideal_cluster(devices)
     options = PlannerOptions(schedule=schedule, memory_optimisation=False)
     profile = closed_form_profile(config, cluster)
-    return ModelCosts(config, profile, cluster, options, tuple(range(devices)))
+    return ModelCosts(config, profile, cluster, options)
 
 
 def draw_batch(r: np.random.Generator, devices: int, spread: float) -> Batch:

@@ -81,7 +81,7 @@ SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     ),
     "mflex_planner_hbsa": (_DOUBLE, [_POINTER, _LONG, *(_POINTER,) * 3]),
     "mflex_planner_search": (_LONG, [_POINTER, _LONG, _POINTER, _POINTER]),
-    "mflex_planner_feasible": (_LONG, [_POINTER, _LONG, _DOUBLE]),
+    "mflex_planner_feasible": (_LONG, [_POINTER, _DOUBLE]),
     "mflex_planner_price": (None, [_POINTER, _LONG, *(_POINTER,) * 7]),
     "mflex_planner_shares": (
         _LONG,

@@ -24,9 +24,7 @@ def described_maker(config: ModelConfig, world_size: int, options: PlannerOption
     """A maker of programs by the closed form of costs, for CPU workers on one server."""
     cluster = replace(load("cpu"), servers=1, devices_per_server=world_size)
     profile = closed_form_profile(config, cluster, options.tensor)
-    devices = tuple(range(world_size))
-    units = replace(options, unit="block")
-    return Maker(ModelCosts(config, profile, cluster, units, devices))
+    return Maker(ModelCosts(config, profile, cluster, replace(options, unit="block")))
 
 
 def build_program(

@@ -238,17 +238,4 @@ double GroupModel::operator()(const Group& g, double limit, double update_limit)
   return cost;
 }
 
-GroupCost GroupModel::parts(const Group& g) const {
-  GroupCost cost;
-  cost.wait = wait(g);
-  cost.work = work(g);
-  cost.tail = tail(g);
-  cost.late = late(g);
-  cost.update = update(g);
-  cost.bytes = bytes(g);
-  cost.saved = std::max(0.0, cost.bytes - (budget_(g.first, g.last) + extra_budget_));
-  cost.optimisation = cost.saved > 0.0 ? optimisation(g, cost.saved) : 0.0;
-  return cost;
-}
-
 }  // namespace mflex

@@ -106,7 +106,6 @@ struct Chunk {
 struct GroupCost {
   double wait = 0, work = 0, tail = 0, late = 0, optimisation = 0, update = 0;
   double bytes = 0, saved = 0;  // bytes before optimisation, and what it must save
-  double total() const { return wait + work + tail + late + optimisation; }
 };
 
 class GroupModel {
@@ -118,11 +117,8 @@ class GroupModel {
   // early, with a lower bound, once the cost is above `limit`.
   double operator()(const Group& group, double limit, double update_limit) const;
 
-  // All parts, without limits. A group that cannot fit has an infinite `optimisation`.
-  GroupCost parts(const Group& group) const;
-
-  // All parts for devices that hold several chunks of a straight pipeline's steps, in order, with
-  // any holders. `inner_hop`: activations come within a server.
+  // All parts, without limits, for devices that hold several chunks of a straight pipeline's steps,
+  // in order, with any holders. A group that cannot fit has an infinite `optimisation`.
   GroupCost parts(const std::vector<Chunk>& chunks, const int64_t* devices, int64_t count) const;
 
   double update(const Group& group) const;

@@ -289,7 +289,7 @@ MFLEX_API int64_t mflex_planner_search(const mflex_planner_problem* problem, int
 }
 
 // Is there any plan when every device has `extra_budget` more bytes?
-MFLEX_API int64_t mflex_planner_feasible(const mflex_planner_problem* problem, int64_t groups,
+MFLEX_API int64_t mflex_planner_feasible(const mflex_planner_problem* problem,
                                          double extra_budget) {
-  return mflex::Search(*problem, groups, extra_budget).feasible() ? 1 : 0;
+  return mflex::Search(*problem, 0, extra_budget).feasible() ? 1 : 0;
 }

@@ -227,11 +227,7 @@ std::string Server::list() const {
     return "{" + field("version", bank.version) + ",\"slabs\":" + array(bank.entries, slab) +
            ",\"common\":" + (bank.common.empty() ? "null" : bank.common) + "}";
   };
-  std::vector<Bank> used;
-  for (const Bank& bank : store_.banks()) {
-    if (bank.version != 0) used.push_back(bank);
-  }
-  return "{\"versions\":" + array(used, version) + "}";
+  return "{\"versions\":" + array(store_.versions(), version) + "}";
 }
 
 std::string Server::status() const {
@@ -244,10 +240,6 @@ std::string Server::status() const {
     return "{" + field("version", bank.version) + "," + field("slabs", bank.entries.size()) + "," +
            field("complete", complete) + "," + field("bytes", bytes) + "}";
   };
-  std::vector<Bank> used;
-  for (const Bank& bank : store_.banks()) {
-    if (bank.version != 0) used.push_back(bank);
-  }
   std::vector<uint64_t> ranks;
   for (const auto& client : clients_) {
     if (client->member && !client->gone) ranks.push_back(client->rank);
@@ -258,9 +250,10 @@ std::string Server::status() const {
          ",\"attempt\":" + quoted(attempt_) + ",\"workers\":" + array(ranks, as_text) + "," +
          field("seconds", static_cast<uint64_t>(now_ms() - started_) / 1000) + "," +
          field("bytes", arena_.bytes) + "," + field("banks", store_.shape().banks) + "," +
-         field("bank_bytes", store_.shape().bank_bytes) + ",\"versions\":" + array(used, version) +
-         "," + field("committed", store_.committed()) + "," + field("snapshots", store_.snapshots) +
-         "," + field("room_bytes", store_.shape().room_bytes) + "," +
+         field("bank_bytes", store_.shape().bank_bytes) +
+         ",\"versions\":" + array(store_.versions(), version) + "," +
+         field("committed", store_.committed()) + "," + field("snapshots", store_.snapshots) + "," +
+         field("room_bytes", store_.shape().room_bytes) + "," +
          field("room_used", store_.room_used()) + "," + field("handed_over", store_.handed_over) +
          "," + field("without_room", store_.without_room) + "," +
          field("copying", turns_.copying()) + "," + field("waiting", turns_.waiting()) + "," +

@@ -89,6 +89,14 @@ void Store::set_common(uint64_t version, const std::string& common) {
   }
 }
 
+std::vector<Bank> Store::versions() const {
+  std::vector<Bank> used;
+  for (const Bank& bank : banks_) {
+    if (bank.version != 0) used.push_back(bank);
+  }
+  return used;
+}
+
 void Store::adopt(uint64_t version) {
   for (Bank& bank : banks_) {
     if (bank.version == version) continue;

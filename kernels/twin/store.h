@@ -65,7 +65,7 @@ class Store {
   void lose(uint64_t source);
   void forget_hand_overs();
 
-  const std::vector<Bank>& banks() const { return banks_; }
+  std::vector<Bank> versions() const;  // banks that are not free
   const Shape& shape() const { return shape_; }
   EntryHeader& entry(uint64_t offset) const;
   uint64_t committed() const { return load(&header().committed); }

@@ -159,10 +159,6 @@ class Cluster:
         """The server that holds ``device``."""
         return device // self.devices_per_server
 
-    def link(self, one: int, other: int) -> Link:
-        """The link between two devices."""
-        return self.intra if self.server_of(one) == self.server_of(other) else self.inter
-
     def grouped(self, size: int) -> Cluster:
         """The cluster whose devices are groups of ``size`` neighbouring devices of a server."""
         if size < 1 or self.devices_per_server % size:

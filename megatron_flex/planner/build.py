@@ -19,7 +19,7 @@ from megatron_flex.planner.memory import StateBytes, UnitMemory, tied_state, uni
 from megatron_flex.planner.native_search import shares
 from megatron_flex.planner.options import PlannerOptions
 from megatron_flex.planner.passes import slice_head
-from megatron_flex.planner.plan import Plan, PlanError
+from megatron_flex.planner.plan import Plan
 from megatron_flex.planner.static import cut_points
 from megatron_flex.planner.tables import (
     Array,
@@ -96,7 +96,6 @@ class ModelCosts:
     profile: Profile
     cluster: Cluster
     options: PlannerOptions
-    devices: tuple[int, ...]
     given_points: tuple[int, ...] | None = None
     _shares: WeakKeyDictionary[Batch, dict[int, Shares]] = field(
         default_factory=WeakKeyDictionary, init=False, repr=False
@@ -105,14 +104,10 @@ class ModelCosts:
         default_factory=dict, init=False, repr=False
     )
 
-    def __post_init__(self) -> None:
-        if not self.devices or len(set(self.devices)) != len(self.devices):
-            raise PlanError("the planner needs devices, each named once")
-        if max(self.devices) >= self.cluster.world_size or min(self.devices) < 0:
-            raise PlanError(
-                f"device {max(self.devices)} is not one of the {self.cluster.world_size} devices of"
-                f" {self.cluster.name}"
-            )
+    @cached_property
+    def devices(self) -> tuple[int, ...]:
+        """All devices of the cluster, in the order of slots."""
+        return tuple(range(self.cluster.world_size))
 
     @cached_property
     def layers(self) -> LayerList:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from megatron_flex.planner.candidates import Candidate
 from megatron_flex.planner.plan import Plan
-from megatron_flex.planner.planner import Planner, running_of
+from megatron_flex.planner.planner import Planner
 from megatron_flex.planner.switching import Running
+from megatron_flex.planner.workbench import running_of
 
 
 class Edges:

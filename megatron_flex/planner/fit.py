@@ -11,7 +11,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-from megatron_flex.planner.build import Batch, ModelCosts
+from megatron_flex.planner.build import Batch
 from megatron_flex.planner.cost import Group
 from megatron_flex.planner.limits import allowance
 from megatron_flex.planner.maker import Made, Maker
@@ -19,7 +19,7 @@ from megatron_flex.planner.optimise import GroupOptimisation, o_plan, optimise, 
 from megatron_flex.planner.options import AUTO
 from megatron_flex.planner.plan import OPlan, Plan
 from megatron_flex.planner.plans import groups_of
-from megatron_flex.planner.pricing import Price, Pricer, price_with
+from megatron_flex.planner.pricing import Price, Pricer
 from megatron_flex.planner.simulation import FUSED, SEARCHED, schedule_of
 from megatron_flex.planner.switching import Running, Way, joiner_bytes, switch
 from megatron_flex.planner.tables import Tables
@@ -102,10 +102,6 @@ class Fitter:
         smallest = replace(o_plan(tables, parts), lean=lean)
         return self._as_it_is(pricer, self._costs.placed(Plan(plan.stages, smallest)), 0.0)
 
-    def peaks(self, plan: Plan, batch: Batch) -> tuple[float, ...]:
-        """Peak bytes of every device of the world, by the program that would run."""
-        return tuple(map(max, self.maker.keep(plan, batch).memory))
-
     def hands_over(self, running: Running, plan: Plan) -> bool:
         """Whether all devices have room for what is handed over from ``running`` to ``plan``."""
         costs = self._costs
@@ -141,7 +137,7 @@ class Fitter:
             whole = self.maker.under(plan, batch, split)
             if whole.peak <= self.maker.allowed:
                 nothing = [GroupOptimisation()] * len(missing)
-                return self._priced(pricer, plan, nothing, 0.0, tuple(map(max, whole.memory)))
+                return self._priced(pricer, plan, nothing, 0.0, whole.peaks)
         best = self._roomy(pricer, plan, split, missing)
         if not open_:
             return best[1] if best is not None else self._least(pricer, plan, split)[1]
@@ -184,8 +180,7 @@ class Fitter:
             made = self.maker.under_within(own, batch, schedule, stop)
             if made is None or made.peak > allowed or made.seconds >= stop:
                 return False
-            peaks = tuple(map(max, made.memory))
-            price = self._priced(pricer, own, parts, max(missing), peaks)
+            price = self._priced(pricer, own, parts, max(missing), made.peaks)
             best = made.seconds + swap, price
             tried[own.o_plan] = True
             return True
@@ -205,10 +200,9 @@ class Fitter:
         if batch.key not in self._of_fused:
             if len(self._of_fused) >= _BATCHES:
                 self._of_fused.clear()
-            c = self._costs
-            options = replace(c.options, schedule=FUSED)
-            costs = ModelCosts(c.config, c.profile, c.cluster, options, c.devices)
-            self._of_fused[batch.key] = costs.tables(batch, None, c.granule)
+            options = replace(self._costs.options, schedule=FUSED)
+            costs = replace(self._costs, options=options)
+            self._of_fused[batch.key] = costs.tables(batch, None, costs.granule)
         return self._of_fused[batch.key]
 
     def _least(
@@ -227,7 +221,7 @@ class Fitter:
         first: list[float] = []  # bytes that each group lacks without memory optimisation
 
         def peaks_of(plan: Plan) -> tuple[float, ...]:
-            return tuple(map(max, self.maker.under(plan, pricer.batch, schedule).memory))
+            return self.maker.under(plan, pricer.batch, schedule).peaks
 
         peaks = peaks_of(plan)
         # The first thing to give up is what is in flight because neighbours are out of step.
@@ -287,7 +281,7 @@ class Fitter:
         """The same, of which there is a program."""
         tables = pricer.problem.tables
         parts = [optimised(tables, group, plan.o_plan) for group in groups_of(tables, plan)]
-        return self._priced(pricer, plan, parts, missing, tuple(map(max, made.memory)))
+        return self._priced(pricer, plan, parts, missing, made.peaks)
 
     def _priced(
         self,
@@ -297,7 +291,10 @@ class Fitter:
         missing: float,
         peaks: tuple[float, ...],
     ) -> Price:
-        price = replace(price_with(pricer, plan, parts, missing), device_bytes=peaks)
+        problem = pricer.problem
+        cost = problem.price(groups_of(problem.tables, plan))
+        price = pricer.assembled(problem, plan, tuple(parts), missing, cost)
+        price = replace(price, device_bytes=peaks)
         short = max(peaks) - self.maker.allowed
         if short <= 0:
             return price

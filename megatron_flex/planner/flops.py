@@ -38,13 +38,6 @@ class UnitWork:
         """FLOPs of the forward pass of a micro-batch."""
         return self.linear * tokens + self.quadratic * squares
 
-    def backward(self, tokens: float, squares: float) -> float:
-        """FLOPs of the whole backward pass of a micro-batch."""
-        return BACKWARD_RATIO * self.forward(tokens, squares)
-
-    def __add__(self, other: UnitWork) -> UnitWork:
-        return UnitWork(self.linear + other.linear, self.quadratic + other.quadratic)
-
 
 def kind_work(config: ModelConfig, kind: Kind) -> UnitWork:
     """Work of one unit of ``kind``.

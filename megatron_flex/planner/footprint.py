@@ -38,7 +38,7 @@ from megatron_flex.planner.memory import (
 from megatron_flex.planner.passes import Level, Passes, passes, slice_passes
 from megatron_flex.planner.plan import OPlan, Plan, Stage
 from megatron_flex.planner.tensor import ALONE, TensorParallel
-from megatron_flex.schedule.compact import Lists, rows
+from megatron_flex.schedule.compact import Lists, offsets, rows
 from megatron_flex.schedule.instructions import Program
 from megatron_flex.schedule.residency import POSTED, WINDOW
 from megatron_flex.schedule.shards import Range, cuts, sharded_slabs, share
@@ -66,6 +66,7 @@ class Footprint:
         divided: see :attr:`megatron_flex.schedule.part.Part.divided`.
 
     Attributes:
+        boundary: bytes of one token between units.
         elements: padded elements of every slab.
         chains: bytes a token of what an attention unit holds of a sample that is cut to slices.
     """
@@ -85,7 +86,7 @@ class Footprint:
         self._layers = config.layers
         self._units = self._layers.units
         self._passes: Mapping[Kind, Passes] = passes(config, tensor)
-        self._hidden = boundary_bytes(config, tensor)
+        self.boundary = boundary_bytes(config, tensor)
         self.elements = slab_elements(config, tensor)
         self._stages: dict[tuple[int, int, OPlan], StagePasses] = {}
         self._sliced: dict[tuple[int, int, OPlan], SlicePasses] = {}
@@ -119,11 +120,6 @@ class Footprint:
     def window(self, number: int) -> float:
         """Bytes on the device while the offloaded optimizer state of a slab is worked on."""
         return self._sizes[number][1]
-
-    @property
-    def boundary(self) -> float:
-        """Bytes of one token between units."""
-        return self._hidden
 
     def windows(self, plan: Plan, device: int) -> float:
         """Most bytes on the device of offloaded states that are worked on at the same time."""
@@ -244,10 +240,6 @@ class Footprint:
 
     # ---- programs ----------------------------------------------------------------------------
 
-    def peaks(self, program: Program, sliced: Sequence[int] = ()) -> tuple[float, ...]:
-        """Peak bytes on every device of the world."""
-        return tuple(map(max, self.devices(program, sliced)))
-
     def device(
         self, program: Program, device: int, sliced: Sequence[int] = ()
     ) -> tuple[float, float]:
@@ -291,8 +283,8 @@ class Footprint:
             posted=POSTED,
             window=WINDOW,
             divided=self._divided,
-            boundary=self._hidden,
-            share=self._hidden / self._tensor.size,
+            boundary=self.boundary,
+            share=self.boundary / self._tensor.size,
             keys_values=self.chains.keys_values,
             gradients=self.chains.gradients,
             tables=self._tables,
@@ -389,6 +381,5 @@ def _level(level: Level) -> tuple[float, float, float]:
 
 def _table(parts: Sequence[Sequence[tuple[float, ...]]]) -> tuple[Array, Array]:
     """Lines of several passes as native code reads them: where each begins, and all."""
-    offset = np.zeros(len(parts) + 1, dtype=np.int64)
-    np.cumsum([len(part) for part in parts], out=offset[1:])
-    return offset, np.array([line for part in parts for line in part], dtype=np.float64)
+    lines = [line for part in parts for line in part]
+    return offsets(list(map(len, parts))), np.array(lines, dtype=np.float64)

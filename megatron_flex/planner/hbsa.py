@@ -19,14 +19,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from megatron_flex.planner.build import Batch, ModelCosts
 from megatron_flex.planner.candidates import Candidate, Finder
 from megatron_flex.planner.cost import Group, paper_time
-from megatron_flex.planner.decision import Decision, Predicted, Reason, action_of
+from megatron_flex.planner.decision import Action, Decision, Predicted, Reason, action_of
 from megatron_flex.planner.native_search import SearchProblem
 from megatron_flex.planner.plan import Plan
 from megatron_flex.planner.planner import Planner
@@ -248,7 +248,7 @@ class Hbsa:
         plan = self.planner.decided(plan, finder.pricers[0].batch, None)
         action = action_of(None if kept is None else kept.plan, plan)
         if total is not None and (total.recomputed or total.offloaded):
-            action = type(action).OPTIMISE
+            action = Action.OPTIMISE
         return Decision(
             plan=plan,
             action=action,
@@ -297,10 +297,7 @@ class WholeLayers:
         self._devices = units.tables(Batch(one, one))  # for its units and slots
         count = units.config.num_layers
         inner = tuple(1 + 2 * layer for layer in range(1, count))
-        self.costs = ModelCosts(
-            units.config, units.profile, units.cluster, units.options, units.devices,
-            (0, *inner, units.layers.num_units),
-        )  # fmt: skip
+        self.costs = replace(units, given_points=(0, *inner, units.layers.num_units))
 
     def search(self, batch: Batch, stages: int, bounded: bool) -> Plan | None:
         """The partition of least eq. 1 into ``stages`` stages; ``None`` if bounds allow none."""

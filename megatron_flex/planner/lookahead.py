@@ -19,10 +19,9 @@ besides their iteration is said in :mod:`beyond`: no path has to lead back then.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise, zip_longest
+from itertools import zip_longest
 
 from megatron_flex.planner.beyond import Ahead, Amortised, AtFirst
 from megatron_flex.planner.build import Batch
@@ -95,10 +94,6 @@ class Lookahead:
         self.hbsa = hbsa
         self._edges = Edges(planner, static)
         self.running_of, self.edge = self._edges.running_of, self._edges.edge
-
-    def decide(self, window: Sequence[Sequence[Batch]], running: Running | None) -> Decision:
-        """:meth:`decide_with` without plans of earlier batches."""
-        return self.decide_with(Pool.empty(), window, running)[0]
 
     def decide_with(
         self,
@@ -279,23 +274,6 @@ class Lookahead:
         assert found is not None
         total, edge, (_, iterations, switches, plans) = found
         return (total + own, iterations + own, switches + edge, (*plans, candidate))
-
-    def path_of(
-        self, finders: Sequence[Finder], running: Running | None, plans: Sequence[Plan]
-    ) -> Path:
-        """The price of given plans, by the same costs; infinite if one does not fit."""
-        found = [f.best_of(plan, None, "given") for f, plan in zip(finders, plans, strict=True)]
-        iterations = sum(c.price.seconds for c in found)
-        switches = 0.0
-        if math.isfinite(iterations):
-            if running is not None:
-                switches += self.edge(running, found[0].plan)
-            for one, other in pairwise(found):
-                switches += self.edge(self.running_of(one), other.plan)
-            terminal = self.edge(self.running_of(found[-1]), self.static)
-        else:
-            terminal = 0.0
-        return Path(tuple(found), iterations, switches, terminal)
 
     def hbsa_plans(self, finders: Sequence[Finder], running: Running | None) -> list[Plan]:
         """HBSA's own sequence over the window, each decision from the plan before it."""

@@ -63,13 +63,17 @@ class Made:
     @property
     def prediction(self) -> Prediction:
         """As decisions compare it."""
-        size = tuple(map(max, self.memory))
-        return Prediction(self.seconds, size, self.timeline, self.schedule, self.spare)
+        return Prediction(self.seconds, self.peaks, self.timeline, self.schedule, self.spare)
+
+    @property
+    def peaks(self) -> tuple[float, ...]:
+        """Bytes of every device of the world."""
+        return tuple(map(max, self.memory))
 
     @property
     def peak(self) -> float:
         """Bytes of the fullest device."""
-        return max(map(max, self.memory))
+        return max(self.peaks)
 
 
 class Maker:

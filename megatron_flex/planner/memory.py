@@ -50,13 +50,6 @@ class StateBytes:
         """All of it."""
         return self.parameters + self.gradients + self.optimizer
 
-    def __add__(self, other: StateBytes) -> StateBytes:
-        return StateBytes(
-            self.parameters + other.parameters,
-            self.gradients + other.gradients,
-            self.optimizer + other.optimizer,
-        )
-
 
 @dataclass(frozen=True)
 class UnitMemory:

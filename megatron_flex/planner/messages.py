@@ -152,28 +152,17 @@ class Answer:
 
     def to_json(self) -> dict[str, Any]:
         """As a message."""
-        return {
-            "answer": {
-                "first": self.first,
-                "whole": self.whole,
-                "iteration": self.iteration,
-                "decision": None if self.decision is None else self.decision.to_json(),
-                "factor": self.factor,
-                "problem": self.problem,
-                "late": self.late,
-            }
-        }
+        decision = None if self.decision is None else self.decision.to_json()
+        return {"answer": {**vars(self), "decision": decision}}
 
     @classmethod
     def from_json(cls, message: dict[str, Any]) -> Answer:
         """Read :meth:`to_json`'s form."""
-        data = message["answer"]
-        text = data["decision"]
-        decision = None if text is None else Decision.from_json(text)
-        late = tuple((slab, device) for slab, device in data["late"])
-        factor, problem, whole = data["factor"], data["problem"], data["whole"]
-        first = data["first"]
-        return cls(data["iteration"], decision, factor, problem, late, whole, first)
+        given = dict(message["answer"])
+        if given["decision"] is not None:
+            given["decision"] = Decision.from_json(given["decision"])
+        given["late"] = tuple((slab, device) for slab, device in given["late"])
+        return cls(**given)
 
 
 @dataclass(frozen=True)

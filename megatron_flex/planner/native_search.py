@@ -18,6 +18,7 @@ import numpy as np
 from megatron_flex.native import function, pointers, structure
 from megatron_flex.planner.cost import Group, GroupCost, PlanCost
 from megatron_flex.planner.tables import Array, IntArray, Shares, Tables, prefix
+from megatron_flex.schedule.compact import offsets, rows
 
 _Problem = structure(
     "steps devices kinds classes micro_batches granule width extra_in_flight sharded tie_low"
@@ -248,22 +249,22 @@ class SearchProblem:
         worst = max(max(c.seconds for c in costs), self.tables.chain)
         return PlanCost(worst + max(c.update for c in costs), self.tables.chain, costs)
 
-    def feasible(self, extra_budget: float = 0.0, groups: int = 0) -> bool:
-        """Whether any cut fits when every device has ``extra_budget`` more bytes."""
-        return bool(function("mflex_planner_feasible")(self._address, groups, extra_budget))
+    def feasible(self, more: int) -> bool:
+        """Whether any cut fits when every device has so many bytes more."""
+        return bool(function("mflex_planner_feasible")(self._address, float(more)))
 
-    def shortfall(self, groups: int = 0) -> int:
+    def shortfall(self) -> int:
         """The least whole number of bytes more on every device with which a cut fits; 0: now."""
-        if self.feasible(0.0, groups):
+        if self.feasible(0):
             return 0
         low, high = 0, 1 << 20
-        while not self.feasible(float(high), groups):
+        while not self.feasible(high):
             low, high = high, high * 2
             if high > 1 << 62:
                 raise ValueError("no number of bytes is enough")
         while high - low > 1:
             middle = (low + high) // 2
-            if self.feasible(float(middle), groups):
+            if self.feasible(middle):
                 high = middle
             else:
                 low = middle
@@ -274,19 +275,12 @@ class SearchProblem:
 def _as_arrays(groups: tuple[Group, ...]) -> tuple[IntArray, ...]:
     """Groups as the native price reads them: a plan has the same for every batch."""
     chunks = [c for g in groups for c in g.chunks]
-    holders = [g.of_chunk(i) for g in groups for i in range(len(g.chunks))]
     return (
-        _offsets([len(g.chunks) for g in groups]),
+        offsets([len(g.chunks) for g in groups]),
         np.array(chunks, dtype=np.int64),
-        _offsets([len(h) for h in holders]),
-        np.array([s for h in holders for s in h], dtype=np.int64),
-        _offsets([len(g.slots) for g in groups]),
-        np.array([s for g in groups for s in g.slots], dtype=np.int64),
+        *rows(g.of_chunk(i) for g in groups for i in range(len(g.chunks))),
+        *rows(g.slots for g in groups),
     )
-
-
-def _offsets(sizes: Sequence[int]) -> IntArray:
-    return np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
 
 
 def _prefix_rows(rows: Array) -> Array:

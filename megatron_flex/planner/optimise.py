@@ -35,7 +35,6 @@ class GroupOptimisation:
         recompute, optimizer, activations: elements, ascending.
         recomputed: bytes of activations that recompute saves on the fullest replica (its r).
         offloaded: bytes that offload saves there (its s).
-        missing: bytes that had to be saved.
         recompute_seconds, swap_seconds: what they add to the busiest replica.
     """
 
@@ -44,14 +43,8 @@ class GroupOptimisation:
     activations: tuple[int, ...] = ()
     recomputed: float = 0.0
     offloaded: float = 0.0
-    missing: float = 0.0
     recompute_seconds: float = 0.0
     swap_seconds: float = 0.0
-
-    @property
-    def fits(self) -> bool:
-        """Whether enough is saved."""
-        return self.recomputed + self.offloaded >= self.missing
 
     @property
     def seconds(self) -> float:
@@ -76,9 +69,9 @@ def optimise(
     steps = _steps(can)
     chosen = list(range(len(steps))) if whole else _choose(steps, missing)
     if chosen is None:
-        return GroupOptimisation(missing=missing, recompute_seconds=math.inf)
+        return GroupOptimisation(recompute_seconds=math.inf)
     taken = {(steps[i].element, steps[i].action) for i in chosen}
-    return _summary(can, taken, steps, 0.0 if whole else missing)
+    return _summary(can, taken, steps)
 
 
 def _savings(t: Tables, group: Group) -> dict[int, Savings]:
@@ -99,7 +92,7 @@ def optimised(t: Tables, group: Group, o: OPlan) -> GroupOptimisation:
         for unit in getattr(o, action)
         if unit in element
     }
-    return _summary(_savings(t, group), taken, (), 0.0)
+    return _summary(_savings(t, group), taken, ())
 
 
 def _steps(possible: Mapping[int, Savings]) -> list[Step]:
@@ -174,10 +167,7 @@ def _choose(steps: Sequence[Step], missing: float) -> list[int] | None:
 
 
 def _summary(
-    possible: Mapping[int, Savings],
-    taken: set[tuple[int, str]],
-    steps: Sequence[Step],
-    missing: float,
+    possible: Mapping[int, Savings], taken: set[tuple[int, str]], steps: Sequence[Step]
 ) -> GroupOptimisation:
     # Where a replacing step is taken, the replaced one is not done.
     for step in steps:
@@ -201,7 +191,6 @@ def _summary(
         **elements,
         recomputed=sums["recompute"][0],
         offloaded=sums["optimizer"][0] + sums["activations"][0],
-        missing=missing,
         recompute_seconds=sums["recompute"][1],
         swap_seconds=sums["optimizer"][1] + sums["activations"][1],
     )

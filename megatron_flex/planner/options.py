@@ -90,10 +90,8 @@ class PlannerOptions:
     @property
     def v(self) -> bool:
         """Whether plans in a V are considered: two stages on each group of devices."""
-        return self.folds and self._v
-
-    @property
-    def _v(self) -> bool:
+        if not self.folds:
+            return False
         return self.schedule == AUTO or policy(self.schedule).placement in (Shape.V, Shape.ANY)
 
     @property

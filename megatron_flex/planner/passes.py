@@ -76,11 +76,6 @@ class Passes:
     kept_sliced: float = 0.0
 
 
-def highest(levels: tuple[Level, ...], tokens: float, sliced: float = 0.0) -> float:
-    """The highest of some levels."""
-    return max(level(tokens, sliced) for level in levels)
-
-
 def passes(config: ModelConfig, tensor: TensorParallel = ALONE) -> Mapping[Kind, Passes]:
     """Memory of the passes of one unit of each kind."""
     sizes = _Sizes(config, tensor)

@@ -207,13 +207,6 @@ class Plan:
                 held.setdefault(device, []).append(number)
         return {device: tuple(numbers) for device, numbers in held.items()}
 
-    def holders(self, unit: int) -> tuple[int, ...]:
-        """Devices that hold ``unit``, ascending."""
-        for stage in self.stages:
-            if stage.start <= unit < stage.stop:
-                return tuple(sorted(stage.group))
-        raise PlanError(f"unit {unit} is in no stage of {self}")
-
     def keeps(self, other: Plan) -> bool:
         """Whether all slabs and parts of optimizer state are where ``other`` has them."""
         return self.stages == other.stages and self.o_plan.shard == other.o_plan.shard

@@ -1,7 +1,7 @@
 """The planner's front: given the coming batches and what runs now, a decision.
 
     planner = Planner(config, profile, cluster, PlannerOptions())
-    decision = planner.decide([[batch]], running)
+    decision = planner.decide([batch], running)
 
 Everything is a value: equal input gives an equal decision, on every rank.
 """
@@ -16,12 +16,12 @@ from megatron_flex.cluster.profile import Profile
 from megatron_flex.model.config import ModelConfig
 from megatron_flex.planner.build import Batch
 from megatron_flex.planner.choose import Chooser
-from megatron_flex.planner.decision import Decision, Infeasible
+from megatron_flex.planner.decision import Decision
 from megatron_flex.planner.options import PlannerOptions
 from megatron_flex.planner.plan import Plan, PlanError
 from megatron_flex.planner.pool import Pool
 from megatron_flex.planner.pricing import Pricer
-from megatron_flex.planner.search import DEFAULT_SIMULATIONS, Searcher
+from megatron_flex.planner.search import Searcher
 from megatron_flex.planner.switching import Running
 from megatron_flex.planner.workbench import Workbench, running_of
 
@@ -30,14 +30,9 @@ class Planner(Workbench):
     """Plans for one model on one cluster; arguments as :class:`Workbench`'s."""
 
     def __init__(
-        self,
-        config: ModelConfig,
-        profile: Profile,
-        cluster: Cluster,
-        options: PlannerOptions,
-        devices: Sequence[int] | None = None,
+        self, config: ModelConfig, profile: Profile, cluster: Cluster, options: PlannerOptions
     ) -> None:
-        super().__init__(config, profile, cluster, options, devices)
+        super().__init__(config, profile, cluster, options)
         chooser = Chooser(self)
         self.choose = chooser.choose
         self.search = Searcher(self, chooser).search
@@ -122,6 +117,3 @@ class Planner(Workbench):
             found += [finder.best_of(plan, running, "static") for plan in self.even_plans]
         found += [finder.best_of(plan, running, origin) for plan, origin in others]
         return self.search(finder, found, running, pool, count)
-
-
-__all__ = ["DEFAULT_SIMULATIONS", "Infeasible", "Planner", "running_of"]

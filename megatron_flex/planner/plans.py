@@ -6,18 +6,18 @@ from collections.abc import Sequence
 from functools import lru_cache
 
 from megatron_flex.planner.cost import Group
-from megatron_flex.planner.plan import OPlan, Plan, PlanError, Stage
+from megatron_flex.planner.plan import Plan, PlanError, Stage
 from megatron_flex.planner.tables import Tables
 
 
-def plan_of(t: Tables, groups: Sequence[Group], o_plan: OPlan | None = None) -> Plan:
+def plan_of(t: Tables, groups: Sequence[Group]) -> Plan:
     """The plan in which each group holds its chunks."""
     stages = [
         Stage(t.points[begin], t.points[end], tuple(t.devices[s] for s in group.slots))
         for group in groups
         for begin, end in group.chunks
     ]
-    return Plan(tuple(sorted(stages, key=lambda s: s.start)), o_plan or OPlan())
+    return Plan(tuple(sorted(stages, key=lambda s: s.start)))
 
 
 def groups_of(t: Tables, plan: Plan) -> tuple[Group, ...]:
@@ -45,7 +45,7 @@ def _groups(
         for device in stage.group:
             if device not in slot:
                 raise PlanError(
-                    f"stage {number} ({stage}) is on device {device}, which may not be used"
+                    f"stage {number} ({stage}) is on device {device}, which is not there"
                 )
             holders.setdefault(device, []).append(number)
     together: dict[tuple[int, ...], list[int]] = {}

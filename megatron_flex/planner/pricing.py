@@ -161,24 +161,37 @@ class Pricer:
                 optimise(tables, g, c.missing) if c.missing > 0 else GroupOptimisation()
                 for g, c in zip(groups, cost.groups, strict=True)
             )
+        price = self.assembled(problem, plan, parts, missing, cost)
+        optimisation = replace(o_plan(tables, parts) if price.fits else OPlan(), lean=lean)
+        return replace(
+            price,
+            plan=self.costs.placed(Plan(plan.stages, optimisation)),
+            shortfall=0.0 if price.fits else self._shortfall(plan),
+        )
+
+    def assembled(
+        self,
+        problem: SearchProblem,
+        plan: Plan,
+        parts: tuple[GroupOptimisation, ...],
+        missing: float,
+        cost: PlanCost,
+    ) -> Price:
+        """The price of ``plan``, which costs ``cost`` before its groups do what ``parts`` say.
+
+        ``missing``: bytes that the fullest device lacks without it.
+        """
+        groups = groups_of(problem.tables, plan)
         before_update = _before_update(cost, parts)
-        seconds = before_update + max(c.update for c in cost.groups)
-        shortfall = 0.0
-        optimisation = OPlan(lean=lean)
-        if math.isfinite(seconds):
-            optimisation = replace(o_plan(tables, parts), lean=lean)
-        else:
-            shortfall = self._shortfall(plan)
-        size = self.device_bytes(groups, cost, parts)
         return Price(
-            self.costs.placed(Plan(plan.stages, optimisation)),
-            seconds,
+            plan,
+            before_update + max(c.update for c in cost.groups),
             before_update,
-            _exposed(tables, groups, cost, parts),
+            _exposed(problem.tables, groups, cost, parts),
             missing,
-            shortfall,
+            0.0,
             parts,
-            size,
+            self._device_bytes(groups, cost, parts),
         )
 
     def _ahead(self, plan: Plan, groups: Sequence[Group]) -> list[float]:
@@ -201,7 +214,7 @@ class Pricer:
             found.append(size)
         return found
 
-    def device_bytes(
+    def _device_bytes(
         self, groups: tuple[Group, ...], cost: PlanCost, parts: tuple[GroupOptimisation, ...]
     ) -> tuple[float, ...]:
         size = [0.0] * self.costs.cluster.world_size
@@ -228,28 +241,6 @@ class Pricer:
             )
             worst = max(worst, terms.missing - saved)
         return worst
-
-
-def price_with(
-    pricer: Pricer, plan: Plan, parts: Sequence[GroupOptimisation], missing: float
-) -> Price:
-    """The price of a plan whose groups do what ``parts`` say; ``plan`` has that as its O_plan.
-
-    ``missing``: bytes that the fullest device lacks without it.
-    """
-    groups = groups_of(pricer.problem.tables, plan)
-    cost = pricer.problem.price(groups)
-    before_update = _before_update(cost, tuple(parts))
-    return Price(
-        plan,
-        before_update + max(c.update for c in cost.groups),
-        before_update,
-        _exposed(pricer.problem.tables, groups, cost, tuple(parts)),
-        missing,
-        0.0,
-        tuple(parts),
-        pricer.device_bytes(groups, cost, tuple(parts)),
-    )
 
 
 def _before_update(cost: PlanCost, parts: tuple[GroupOptimisation, ...]) -> float:

@@ -201,12 +201,8 @@ def static_bytes(costs: ModelCosts, plan: Plan, batch: Batch) -> list[float]:
         held = (plan.stages[s] for s in plan.stages_of(device))
         transient = max(costs.in_range(s.start, s.stop)[2] for s in held)
         world[device] += (transient + MESSAGE_BUFFERS * costs.profile.boundary) * most
-    if batch.chains:
-        for device in plan.stages[-1].group:
-            held = (plan.stages[s] for s in plan.stages_of(device))
-            transient = max(costs.in_range(s.start, s.stop)[2] for s in held)
-            more = max(0.0, costs.slice_head - transient)
-            world[device] += more * float(batch.sliced.max())
+        if batch.chains and device in plan.stages[-1].group:
+            world[device] += max(0.0, costs.slice_head - transient) * float(batch.sliced.max())
     return world
 
 

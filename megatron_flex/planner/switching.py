@@ -29,6 +29,7 @@ from megatron_flex.native import function
 from megatron_flex.planner.build import ModelCosts
 from megatron_flex.planner.plan import Plan, Stage
 from megatron_flex.planner.tables import Array, Arrivals, BoolArray, IntArray
+from megatron_flex.schedule.compact import rows
 from megatron_flex.schedule.slabs import slab_holders
 from megatron_flex.schedule.transition import Senders
 
@@ -87,13 +88,11 @@ class Switch:
         moves: everything that travels.
         drag: seconds by which early transfers lengthen the running iteration.
         stall: seconds between its update and the next iteration's first operation.
-        early_bytes: bytes that each device of the world receives early.
     """
 
     moves: tuple[Move, ...]
     drag: float
     stall: float
-    early_bytes: tuple[float, ...]
 
     @property
     def seconds(self) -> float:
@@ -108,40 +107,20 @@ class Switch:
 
 def switch(costs: ModelCosts, running: Running, plan: Plan, mode: SwitchMode = "live") -> Switch:
     """Price the switch from the running plan to ``plan``."""
-    world = costs.cluster.world_size
-    nothing = Switch((), 0.0, 0.0, (0.0,) * world)
     if running.plan.stages == plan.stages:
-        return nothing
+        return Switch((), 0.0, 0.0)
     if mode == "restart":
-        seconds = restart_seconds(costs)
-        return Switch((), 0.0, seconds, (0.0,) * world)
+        return Switch((), 0.0, restart_seconds(costs))
     moves = _moves(costs, running, plan, early=mode == "live")
     early = [m for m in moves if m.way is Way.JOIN_EARLY]
     late = [m for m in moves if m.way is Way.HAND_OVER]
     hidden = costs.options.travel * running.seconds
     drag = max(0.0, _network_seconds(costs, early) - hidden)
-    stall = _handover_seconds(costs, late) if mode != "stall" else _stall_seconds(costs, late)
     if mode == "stall":
-        stall += GROUP_SETUP
-    received = [0.0] * world
-    for move in early:
-        received[move.device] += move.size
-    return Switch(tuple(moves), drag, stall, tuple(received))
-
-
-@dataclass(frozen=True, eq=False)
-class Holders:
-    """Who holds each slab under a plan, as the native price reads it (ascending)."""
-
-    offset: IntArray
-    devices: IntArray
-
-    @classmethod
-    def of(cls, costs: ModelCosts, plan: Plan) -> Holders:
-        """The holders of every slab."""
-        holders = slab_holders(plan, costs.layers)
-        offset = np.concatenate([[0], np.cumsum([len(h) for h in holders])]).astype(np.int64)
-        return cls(offset, np.array([d for h in holders for d in h], dtype=np.int64))
+        stall = _stall_seconds(costs, late) + GROUP_SETUP
+    else:
+        stall = _handover_seconds(costs, late)
+    return Switch(tuple(moves), drag, stall)
 
 
 @dataclass(frozen=True)
@@ -164,13 +143,14 @@ class LiveSwitches:
         links = (costs.intra, costs.cluster.inter, costs.host)
         pairs = [(link.latency, 1.0 / link.bytes_per_second) for link in links]
         self._wires = np.array(pairs).ravel()
-        self._holders: dict[tuple[Stage, ...], Holders] = {}
+        self._holders: dict[tuple[Stage, ...], tuple[IntArray, IntArray]] = {}
 
-    def _of(self, plan: Plan) -> Holders:
+    def _of(self, plan: Plan) -> tuple[IntArray, IntArray]:
+        """Who holds each slab, as native code reads it."""
         if plan.stages not in self._holders:
             if len(self._holders) >= REMEMBERED_PLANS:
                 self._holders.clear()
-            self._holders[plan.stages] = Holders.of(self.costs, plan)
+            self._holders[plan.stages] = rows(slab_holders(plan, self.costs.layers))
         return self._holders[plan.stages]
 
     def price(self, running: Running, plan: Plan) -> SwitchPrice:
@@ -181,9 +161,8 @@ class LiveSwitches:
         cluster, options = self.costs.cluster, self.costs.options
         spare, out = np.array(running.spare), np.zeros(3)
         function("mflex_planner_switch")(
-            len(self._parameters), old.offset.ctypes.data, old.devices.ctypes.data,
-            new.offset.ctypes.data, new.devices.ctypes.data, self._parameters.ctypes.data,
-            self._optimizer.ctypes.data, self._gradients.ctypes.data,
+            len(self._parameters), *(array.ctypes.data for array in (*old, *new)),
+            self._parameters.ctypes.data, self._optimizer.ctypes.data, self._gradients.ctypes.data,
             int(options.shard_optimizer), cluster.world_size, cluster.devices_per_server,
             self._wires.ctypes.data, spare.ctypes.data, out.ctypes.data,
         )  # fmt: skip
@@ -270,12 +249,15 @@ def _network_seconds(costs: ModelCosts, moves: list[Move]) -> float:
     return max(ends.values(), default=0.0)
 
 
+def _across(costs: ModelCosts, moves: list[Move]) -> list[Move]:
+    """Moves between servers."""
+    server_of = costs.cluster.server_of
+    return [m for m in moves if server_of(m.source) != server_of(m.device)]
+
+
 def _handover_seconds(costs: ModelCosts, moves: list[Move]) -> float:
     """Seconds through TwinLayers: host links of both devices, and the network between servers."""
     host: dict[tuple[str, int], float] = defaultdict(float)
-    across = [
-        m for m in moves if costs.cluster.server_of(m.source) != costs.cluster.server_of(m.device)
-    ]
     written = set()
     for move in moves:
         if (move.slab, move.source) not in written:  # once, however many read it
@@ -283,7 +265,7 @@ def _handover_seconds(costs: ModelCosts, moves: list[Move]) -> float:
             host["out", move.source] += costs.host.seconds(move.size)
         host["in", move.device] += costs.host.seconds(move.size)
     worst = max(host.values(), default=0.0)
-    return CHUNK_OVERHEAD * max(worst, _network_seconds(costs, across))
+    return CHUNK_OVERHEAD * max(worst, _network_seconds(costs, _across(costs, moves)))
 
 
 def _stall_seconds(costs: ModelCosts, moves: list[Move]) -> float:
@@ -293,12 +275,9 @@ def _stall_seconds(costs: ModelCosts, moves: list[Move]) -> float:
     for move in moves:
         out[move.source] += costs.host.seconds(move.size)
         into[move.device] += costs.host.seconds(move.size)
-    across = [
-        m for m in moves if costs.cluster.server_of(m.source) != costs.cluster.server_of(m.device)
-    ]
     return (
         max(out.values(), default=0.0)
-        + _network_seconds(costs, across)
+        + _network_seconds(costs, _across(costs, moves))
         + max(into.values(), default=0.0)
     )
 

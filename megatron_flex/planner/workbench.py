@@ -37,28 +37,18 @@ class Workbench:
         profile: what its units cost on the cluster's devices.
         cluster: devices and links.
         options: what the user chose.
-        devices: devices that may be used, servers next to each other; default all.
     """
 
     def __init__(
-        self,
-        config: ModelConfig,
-        profile: Profile,
-        cluster: Cluster,
-        options: PlannerOptions,
-        devices: Sequence[int] | None = None,
+        self, config: ModelConfig, profile: Profile, cluster: Cluster, options: PlannerOptions
     ) -> None:
         profile.check_model(config)
         check_profile(profile, options.tensor)
         self._warned = False  # once is enough
-        chosen = tuple(range(cluster.world_size)) if devices is None else tuple(devices)
         self.options = options
-        self.elements = ModelCosts(config, profile, cluster, options, chosen)
-        self.units = (
-            self.elements
-            if options.unit == "block"
-            else ModelCosts(config, profile, cluster, replace(options, unit="block"), chosen)
-        )
+        self.elements = self.units = ModelCosts(config, profile, cluster, options)
+        if options.unit != "block":
+            self.units = replace(self.elements, options=replace(options, unit="block"))
         self.maker = Maker(self.units)
         self.fitter = Fitter(self.maker) if options.exact_memory else None
         self._predicted: dict[object, Prediction | None] = {}
@@ -93,7 +83,7 @@ class Workbench:
                     plan = static_plan(
                         costs.config, stages, world, unit=self.options.unit, rounds=rounds, v=v
                     )
-                    plans.append(_on_devices(plan, self.units.devices))
+                    plans.append(plan)
         return tuple(plans)
 
     def predicted(
@@ -158,11 +148,3 @@ def running_of(costs: ModelCosts, price: Price, seconds: float | None = None) ->
         budget = allowance(budget)
     spare = tuple(max(0.0, budget - size) for size in price.device_bytes)
     return Running(price.plan, price.seconds if seconds is None else seconds, spare)
-
-
-def _on_devices(plan: Plan, devices: Sequence[int]) -> Plan:
-    """The plan with its devices numbered by slot."""
-    return Plan(
-        tuple(replace(s, group=tuple(devices[d] for d in s.group)) for s in plan.stages),
-        plan.o_plan,
-    )

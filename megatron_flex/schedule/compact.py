@@ -159,12 +159,17 @@ def _reader(cls: type[Instruction]) -> _Reader | None:
 _READERS: tuple[_Reader | None, ...] = tuple(map(_reader, _CLASSES))
 
 
+def offsets(lengths: Sequence[int] | Integers) -> Integers:
+    """Where consecutive runs of these lengths begin, and the end of the last."""
+    found = np.zeros(len(lengths) + 1, dtype=np.int64)
+    np.cumsum(lengths, out=found[1:])
+    return found
+
+
 def rows(values: Iterable[Sequence[int] | Integers]) -> tuple[Integers, Integers]:
     """Sequences of different lengths as native code reads them: where each begins, and all."""
     parts = [np.asarray(value, dtype=np.int64) for value in values]
-    offset = np.zeros(len(parts) + 1, dtype=np.int64)
-    np.cumsum([len(part) for part in parts], out=offset[1:])
-    return offset, np.concatenate([np.zeros(0, np.int64), *parts])
+    return offsets(list(map(len, parts))), np.concatenate([np.zeros(0, np.int64), *parts])
 
 
 class Lists(Sequence[Steps]):
@@ -194,9 +199,8 @@ class Lists(Sequence[Steps]):
             return lists
         groups = groups_of(lists)
         parts = [encode(steps, groups, clipped=clipped) for steps in lists]
-        offset = np.zeros(len(parts) + 1, dtype=np.int64)
-        np.cumsum([len(part) for part in parts], out=offset[1:])
-        return cls(np.concatenate([np.zeros(0, np.uint64), *parts]), offset, groups, tokens)
+        words = np.concatenate([np.zeros(0, np.uint64), *parts])
+        return cls(words, offsets(list(map(len, parts))), groups, tokens)
 
     def of_device(self, device: int) -> Words:
         """The words of one device."""

@@ -158,8 +158,6 @@ class OpCosts:
         *,
         transfer: float = 0.0,
         activation: float = 1.0,
-        reduce: Sequence[float] = (),
-        update: Sequence[float] = (),
     ) -> OpCosts:
         """Forward, input half and weight half each cost ``stage_size * batch_size`` seconds.
 
@@ -170,4 +168,4 @@ class OpCosts:
         table = np.outer(sizes, batches)
         wires = np.tile(transfer * batches, (len(sizes) - 1, 1))
         held = np.outer(activation * sizes, batches)
-        return cls(table, table, table, wires, held, tuple(reduce), tuple(update))
+        return cls(table, table, table, wires, held)

@@ -18,10 +18,10 @@ from enum import IntEnum
 from itertools import pairwise
 
 import numpy as np
-from numpy.typing import NDArray
 
 from megatron_flex.native import Array, function, pointers, structure
 from megatron_flex.planner.plan import Plan
+from megatron_flex.schedule.compact import offsets, rows
 from megatron_flex.schedule.operations import Integers
 from megatron_flex.schedule.placement import Placement, Problem, positions
 from megatron_flex.schedule.policies.policy import Limits, Orders, Policy
@@ -131,22 +131,21 @@ class NativePass:
                     known = [k * ops.stages + s for k, s in ranking if k < ops.kinds]
                     ranked[held] = np.array(known, dtype=np.int64)
                 queues[device] = ranked[held]
+        queue_offset, queue = rows(queues)
         if orders is None:
+            order_offset = offsets(np.bincount(ops.device, minlength=devices))
             order: Integers = np.zeros(total, dtype=np.int64)
-            counts = np.bincount(ops.device, minlength=devices)
         else:
-            parts = [np.asarray(o, dtype=np.int64) for o in orders]
-            order = np.concatenate(parts)
-            counts = np.array([len(part) for part in parts])
+            order_offset, order = rows(orders)
         self._problem = problem
         self._arrays: dict[str, Array] = {
             **{name: np.ascontiguousarray(getattr(ops, name)) for name in _OPERATIONS.split()},
             "turn": np.array(turn, dtype=np.int64),
             "cap": np.array(limits.in_flight if limits else (), dtype=np.float64),
             "memory": np.array(limits.memory[:devices] if limits else (), dtype=np.float64),
-            "queue_offset": _offsets([len(q) for q in queues]),
-            "queue": np.concatenate(queues),
-            "order_offset": _offsets(counts),
+            "queue_offset": queue_offset,
+            "queue": queue,
+            "order_offset": order_offset,
             "order": order,
             "start": np.zeros(total),
             "finish": np.zeros(total),
@@ -206,10 +205,3 @@ class NativePass:
             float(arrays["finish"].max()),
             tuple(arrays["peak"].tolist()),
         )
-
-
-def _offsets(counts: Sequence[int] | NDArray[np.int64]) -> NDArray[np.int64]:
-    """Starts of consecutive runs of these lengths, and the end of the last."""
-    found = np.zeros(len(counts) + 1, dtype=np.int64)
-    np.cumsum(counts, out=found[1:])
-    return found

@@ -36,13 +36,6 @@ class Problem:
         """One more than the highest device that holds a stage."""
         return self.plan.devices[-1] + 1
 
-    @property
-    def kinds(self) -> tuple[OpKind, ...]:
-        """Kinds of operation that every (stage, micro-batch) goes through."""
-        if self.forward_only:
-            return (OpKind.FORWARD,)
-        return tuple(OpKind) if self.split else (OpKind.FORWARD, OpKind.BACKWARD)
-
     @cached_property
     def route_array(self) -> NDArray[np.int64]:
         """The routing, ``[stages, micro_batches]``."""

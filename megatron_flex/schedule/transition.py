@@ -71,17 +71,9 @@ class Transition:
     @cached_property
     def joiners(self) -> dict[int, tuple[int, ...]]:
         """Slab -> devices that join early, ascending."""
-        return self._targets(early=True)
-
-    @cached_property
-    def receivers(self) -> dict[int, tuple[int, ...]]:
-        """Slab -> devices that it is handed over to after the update, ascending."""
-        return self._targets(early=False)
-
-    def _targets(self, *, early: bool) -> dict[int, tuple[int, ...]]:
         found: dict[int, list[int]] = {}
         for move in self.moves:
-            if move.early is early:
+            if move.early:
                 found.setdefault(move.slab, []).append(move.target)
         return {slab: tuple(sorted(targets)) for slab, targets in found.items()}
 

@@ -20,10 +20,11 @@ from megatron_flex.planner.messages import Setup
 from megatron_flex.planner.optimise import optimised
 from megatron_flex.planner.pace import Pace, part_of
 from megatron_flex.planner.plan import Plan
-from megatron_flex.planner.planner import DEFAULT_SIMULATIONS, Planner
+from megatron_flex.planner.planner import Planner
 from megatron_flex.planner.plans import groups_of
 from megatron_flex.planner.pool import Pool, Record
 from megatron_flex.planner.pricing import Pricer
+from megatron_flex.planner.search import DEFAULT_SIMULATIONS
 from megatron_flex.planner.simulation import Prediction
 from megatron_flex.planner.switching import Running
 from megatron_flex.planner.ways import batch_of, ways

@@ -60,8 +60,6 @@ def test_the_first_devices_are_part_of_a_server_or_whole_servers() -> None:
 def test_devices_are_numbered_by_server() -> None:
     cluster = load("a100x8")
     assert [cluster.server_of(d) for d in range(8)] == [0] * 4 + [1] * 4
-    assert cluster.link(0, 3) == cluster.intra
-    assert cluster.link(3, 4) == cluster.inter
 
 
 def test_the_example_of_the_documents_is_one_also_with_short_numbers(tmp_path: Path) -> None:

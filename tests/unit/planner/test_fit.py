@@ -33,7 +33,7 @@ def needed(batch: Batch) -> float:
     """Bytes of the fuller device without memory optimisation, and what is left free."""
     fitter = planner().fitter
     assert fitter is not None
-    return max(fitter.peaks(LAYOUT, batch)) / (1.0 - MARGIN)
+    return max(fitter.maker.keep(LAYOUT, batch).peaks) / (1.0 - MARGIN)
 
 
 def fitted(budget: float, batch: Batch, running: Plan | None = None, **options: Any) -> Candidate:
@@ -104,7 +104,7 @@ def test_decisions_keep_to_the_budget_by_program() -> None:
     p = planner(0.75 * needed(batch))
     decision = p.decide([batch], None)
     assert p.fitter is not None
-    assert max(p.fitter.peaks(decision.plan, batch)) <= p.units.budget
+    assert max(p.maker.keep(decision.plan, batch).peaks) <= p.units.budget
 
 
 UNEVEN = Plan.parse("0:7@0 | 7:14@1-3")
@@ -129,7 +129,9 @@ def test_room_for_what_is_out_of_step_is_given_up_first() -> None:
     assert fitter is not None
     for exact in (True, False):
         if exact:
-            much, little = (max(fitter.peaks(p, batch)) / (1 - MARGIN) for p in (UNEVEN, lean))
+            much, little = (
+                max(fitter.maker.keep(p, batch).peaks) / (1 - MARGIN) for p in (UNEVEN, lean)
+            )
         else:
             much = max(planned(80e9, False).device_bytes)
             little = max(planned(0.99 * much, False).device_bytes)
@@ -153,7 +155,9 @@ def test_the_bound_is_above_the_program_on_uneven_degrees() -> None:
         finder = p.finder([batch])
         price = finder.best_of(UNEVEN, None, "given").price
         assert p.fitter is not None
-        for known, peak in zip(price.device_bytes, p.fitter.peaks(price.plan, batch), strict=True):
+        for known, peak in zip(
+            price.device_bytes, p.maker.keep(price.plan, batch).peaks, strict=True
+        ):
             assert peak <= known
 
 
@@ -182,7 +186,7 @@ def test_a_sharded_state_is_not_sent_to_the_host() -> None:
     batch = drawn_batch(1)
     fitter = sharding().fitter
     assert fitter is not None
-    p = sharding(0.95 * max(fitter.peaks(SHARDED.sharded(), batch)))
+    p = sharding(0.95 * max(fitter.maker.keep(SHARDED.sharded(), batch).peaks))
     finder = p.finder([batch])
     price = p.fitted(finder, finder.best_of(SHARDED, None, "given")).price
     assert price.fits
@@ -236,7 +240,7 @@ def test_activations_go_to_the_host_only_where_the_plan_does_not_fit_without(par
 
     loose = limited(80e9)
     assert loose.fitter is not None
-    p = limited(part * max(loose.fitter.peaks(plan, batch)) / (1.0 - MARGIN))
+    p = limited(part * max(loose.maker.keep(plan, batch).peaks) / (1.0 - MARGIN))
     assert p.fitter is not None
     finder = p.finder([batch])
     price = p.fitted(finder, finder.best_of(plan, None, "given"), None).price
@@ -246,7 +250,7 @@ def test_activations_go_to_the_host_only_where_the_plan_does_not_fit_without(par
     allowed = p.fitter.maker.allowed
     for unit in away:
         fewer = replace(plan, o_plan=OPlan(activations=tuple(u for u in away if u != unit)))
-        assert max(p.fitter.peaks(fewer, batch)) > allowed
+        assert max(p.maker.keep(fewer, batch).peaks) > allowed
 
 
 # -- a split backward where memory is short ----------------------------------------------------
@@ -328,7 +332,7 @@ def test_where_one_stage_holds_all_the_backward_is_fused(part: float) -> None:
     whole, batch = Plan.parse("0:14@0,1"), drawn_batch(3)
     p = planner(schedule="auto")
     assert p.fitter is not None
-    most = max(p.fitter.peaks(whole, batch)) / (1.0 - MARGIN)
+    most = max(p.maker.keep(whole, batch).peaks) / (1.0 - MARGIN)
     p = planner(part * most, schedule="auto")
     found = p.fitted(p.finder([batch]), p.finder([batch]).best_of(whole, None, "given"))
     made = p.maker.keep(found.plan, batch)

@@ -183,7 +183,7 @@ def test_plans_fit_by_their_program_and_the_current_one_stays_where_no_other_doe
     plan = Hbsa(free).layers.search(batch, 3, True)
     assert plan is not None
     assert free.fitter is not None
-    budget = part * max(free.fitter.peaks(plan, batch))
+    budget = part * max(free.maker.keep(plan, batch).peaks)
     tight = planner(budget=int(budget))
     hbsa = Hbsa(tight)
     first = hbsa.decide(batch, None)
@@ -192,4 +192,4 @@ def test_plans_fit_by_their_program_and_the_current_one_stays_where_no_other_doe
     second = hbsa.decide(batch, tight.running(first.plan, batch))
     assert second.plan.stages == first.plan.stages
     for decision in (first, second):
-        assert max(free.fitter.peaks(decision.plan, batch)) <= budget
+        assert max(free.maker.keep(decision.plan, batch).peaks) <= budget

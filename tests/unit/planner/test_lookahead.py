@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 
@@ -11,14 +12,16 @@ import pytest
 
 from megatron_flex.planner.beyond import Amortised
 from megatron_flex.planner.build import Batch
+from megatron_flex.planner.candidates import Finder
 from megatron_flex.planner.decision import Infeasible
 from megatron_flex.planner.edges import Edges
 from megatron_flex.planner.hbsa import Hbsa
-from megatron_flex.planner.lookahead import Lookahead
+from megatron_flex.planner.lookahead import Lookahead, Path
 from megatron_flex.planner.plan import Plan, PlanError
 from megatron_flex.planner.planner import Planner
 from megatron_flex.planner.pool import Pool
 from megatron_flex.planner.simulation import predict
+from megatron_flex.planner.switching import Running
 from tests.unit.planner.instances_real import drawn_batch, even_batch, random_plan, small_planner
 
 WINDOW = 4
@@ -35,6 +38,24 @@ def sequence(seed: int, length: int) -> list[list[Batch]]:
             batch = Batch(np.append(batch.tokens, long), np.append(batch.squares, long**2))
         batches.append([batch])
     return batches
+
+
+def path_of(
+    lookahead: Lookahead,
+    finders: Sequence[Finder],
+    running: Running | None,
+    plans: Sequence[Plan],
+) -> Path:
+    """The price of given plans, by the same costs; infinite if one does not fit."""
+    found = [f.best_of(plan, None, "given") for f, plan in zip(finders, plans, strict=True)]
+    iterations = sum(c.price.seconds for c in found)
+    if not math.isfinite(iterations):
+        return Path(tuple(found), iterations, 0.0, 0.0)
+    switches = 0.0 if running is None else lookahead.edge(running, found[0].plan)
+    for one, other in pairwise(found):
+        switches += lookahead.edge(lookahead.running_of(one), other.plan)
+    terminal = lookahead.edge(lookahead.running_of(found[-1]), lookahead.static)
+    return Path(tuple(found), iterations, switches, terminal)
 
 
 def check_sequence(seed: int, length: int = 8) -> None:
@@ -60,16 +81,16 @@ def check_sequence(seed: int, length: int = 8) -> None:
         assert path is not None
         for plans in ([static] * len(window), lookahead.hbsa_plans(window, running)):
             if len(plans) == len(window):
-                rival = lookahead.path_of(window, running, plans)
+                rival = path_of(lookahead, window, running, plans)
                 assert path.seconds <= rival.seconds * (1 + 1e-9), (seed, number)
         first = path.plans[0]
         iterations += first.price.seconds
         if running is not None:
-            switches += lookahead.path_of(window[:1], running, [first.plan]).switches
+            switches += path_of(lookahead, window[:1], running, [first.plan]).switches
         assert max(first.price.device_bytes) <= planner.units.budget * (1 + 1e-12)
         running = lookahead.running_of(first)
     fixed = sum(f.best_of(static, None, "static").price.seconds for f in finders)
-    back = lookahead.path_of(finders[-1:], None, [first.plan]).terminal
+    back = path_of(lookahead, finders[-1:], None, [first.plan]).terminal
     assert iterations + switches + back <= fixed * (1 + 1e-9), seed
 
 
@@ -96,7 +117,7 @@ def test_it_waits_for_a_long_batch_instead_of_switching_twice() -> None:
     assert path is not None
     assert all(math.isfinite(c.price.seconds) for c in path.plans)
     greedy = [planner.decide(ways, None).plan for ways in window]
-    assert path.seconds <= lookahead.path_of(finders, None, greedy).seconds * (1 + 1e-9)
+    assert path.seconds <= path_of(lookahead, finders, None, greedy).seconds * (1 + 1e-9)
 
 
 def test_the_price_of_a_path_adds_up() -> None:
@@ -105,10 +126,10 @@ def test_the_price_of_a_path_adds_up() -> None:
     plans = [random_plan(r, planner.units.num_elements, 4) for _ in range(3)]
     finders = [planner.finder([drawn_batch(i)]) for i in range(3)]
     lookahead = Lookahead(planner, plans[0])
-    path = lookahead.path_of(finders, None, plans)
+    path = path_of(lookahead, finders, None, plans)
     assert path.iterations == pytest.approx(sum(c.price.seconds for c in path.plans))
     assert path.seconds == path.iterations + path.switches + path.terminal
-    same = lookahead.path_of(finders, None, [plans[0]] * 3)
+    same = path_of(lookahead, finders, None, [plans[0]] * 3)
     assert (same.switches, same.terminal) == (0.0, 0.0)
 
 
@@ -118,15 +139,15 @@ def test_the_decision_is_the_first_plan_of_the_path() -> None:
     static = planner.best_static(batches)
     lookahead = Lookahead(planner, static)
     path = lookahead.best_path([planner.finder(ways) for ways in batches], None)
-    decision = lookahead.decide(batches, None)
+    decision = lookahead.decide_with(Pool.empty(), batches, None)[0]
     assert path is not None
     assert decision.plan.stages == path.plans[0].plan.stages
     finders = [planner.finder(ways) for ways in batches]
-    again = lookahead.path_of(finders, None, [c.plan for c in path.plans])
+    again = path_of(lookahead, finders, None, [c.plan for c in path.plans])
     assert path.switches == pytest.approx(again.switches)
     assert path.seconds == pytest.approx(again.seconds)
     running = planner.running(static, batches[0][0])
-    assert lookahead.decide(batches[1:], running).current is not None
+    assert lookahead.decide_with(Pool.empty(), batches[1:], running)[0].current is not None
 
 
 def test_a_later_batch_that_fits_no_plan_ends_the_window_before_it() -> None:
@@ -145,7 +166,7 @@ def test_a_first_batch_that_fits_no_plan_is_refused() -> None:
     planner = small_planner(2, 1e9)
     lookahead = Lookahead(planner, Plan.parse("0:14@0,1"))
     with pytest.raises(Infeasible, match="lacks"):
-        lookahead.decide([[even_batch(2, 60000)]], None)
+        lookahead.decide_with(Pool.empty(), [[even_batch(2, 60000)]], None)
 
 
 def test_each_switch_of_a_path_costs_the_margin_besides() -> None:
@@ -156,7 +177,7 @@ def test_each_switch_of_a_path_costs_the_margin_besides() -> None:
     paths = []
     for planner in (free, dear):
         lookahead = Lookahead(planner, plans[0])
-        paths.append(lookahead.path_of([planner.finder(ways) for ways in batches], None, order))
+        paths.append(path_of(lookahead, [planner.finder(ways) for ways in batches], None, order))
     before = [c.price.seconds for c in paths[0].plans]
     assert [c.price.seconds for c in paths[1].plans] == before
     # Of the iteration that each switch follows.

@@ -66,7 +66,6 @@ def test_it_saves_enough_at_nearly_the_least_time(case: int) -> None:
     assert math.isinf(found.seconds) == math.isinf(best) == math.isinf(relaxed)
     if math.isinf(best):
         return
-    assert found.fits
     assert found.recomputed + found.offloaded >= missing
     # The searches' relaxation is a lower bound, and one element more is enough.
     (begin, end), degree = group.chunks[0], len(group.slots)
@@ -129,6 +128,6 @@ def test_what_goes_to_the_host_is_not_recomputed_too() -> None:
     assert [(s.action, s.size, s.after) for s in steps] == [
         ("recompute", 4.0, None), ("activations", 5.0, 0)
     ]  # fmt: skip
-    done = _summary(possible, {(s.element, s.action) for s in steps}, steps, 9.0)
+    done = _summary(possible, {(s.element, s.action) for s in steps}, steps)
     assert (done.recompute, done.activations) == ((), (0,))
     assert (done.recomputed, done.offloaded, done.seconds) == (0.0, 9.0, 1.0)

@@ -17,7 +17,7 @@ from megatron_flex.model.layers import Kind
 from megatron_flex.model.tape import Tape, recording
 from megatron_flex.model.tensor_group import SOLO, TensorGroup
 from megatron_flex.planner.memory import boundary_bytes, unit_memory
-from megatron_flex.planner.passes import highest, passes
+from megatron_flex.planner.passes import Level, passes
 from megatron_flex.planner.tensor import TensorParallel
 from megatron_flex.runtime.memory import MemoryMeter
 from megatron_flex.runtime.recompute import recomputed
@@ -46,6 +46,11 @@ class Counted:
     backward: int
     owed: int = 0
     weight: int = 0
+
+
+def highest(levels: tuple[Level, ...], tokens: float, sliced: float = 0.0) -> float:
+    """The highest of some levels."""
+    return max(level(tokens, sliced) for level in levels)
 
 
 def wide(config: ModelConfig) -> ModelConfig:

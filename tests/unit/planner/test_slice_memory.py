@@ -19,7 +19,7 @@ from megatron_flex.model.prefix import PrefixStore
 from megatron_flex.model.tape import Tape, recording
 from megatron_flex.planner.footprint import Footprint
 from megatron_flex.planner.memory import chain_bytes
-from megatron_flex.planner.passes import highest, passes, slice_passes
+from megatron_flex.planner.passes import passes, slice_passes
 from megatron_flex.planner.plan import Plan
 from megatron_flex.runtime.executor import Executor
 from megatron_flex.runtime.holdings import Holdings
@@ -31,7 +31,7 @@ from megatron_flex.runtime.world import World
 from megatron_flex.schedule.instructions import Compute
 from megatron_flex.schedule.part import part_of
 from tests.unit.model.slices import packed, two_chains
-from tests.unit.planner.test_passes import MODELS, Counted, block_of, wide
+from tests.unit.planner.test_passes import MODELS, Counted, block_of, highest, wide
 from tests.unit.runtime.test_slices import Parts, by_chain, fused, program_of, split
 
 CPU = torch.device("cpu")

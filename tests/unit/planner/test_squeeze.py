@@ -55,6 +55,6 @@ def test_a_batch_that_fits_some_layout_is_not_refused(schedule: str, bitwise: bo
         low, high = (low, middle) if some_fits(middle) else (middle, high)
     p = planner(high, schedule, bitwise)
     assert p.fitter is not None
-    assert max(p.fitter.peaks(p.decide([batch], None).plan, batch)) <= high
+    assert max(p.maker.keep(p.decide([batch], None).plan, batch).peaks) <= high
     with pytest.raises(Infeasible, match="no plan fits"):
         planner(0.5 * low, schedule, bitwise).decide([batch], None)

@@ -56,10 +56,11 @@ def check(holdings: Holdings) -> None:
 def test_a_device_holds_what_the_plan_gives_it(config: ModelConfig, plan: str, rank: int) -> None:
     holdings = hold(config, plan, rank)
     parsed = Plan.parse(plan)
-    units = [u for u in config.layers.units if rank in parsed.holders(u.index)]
+    holders = [s.group for s in parsed.stages for _ in range(s.start, s.stop)]
+    units = [u for u in config.layers.units if rank in holders[u.index]]
     assert set(holdings.slabs) == {s for u in units for s in u.slabs}
     check(holdings)
-    lowest = [min(parsed.holders(u.index)) for u in config.layers.units]
+    lowest = [min(group) for group in holders]
     for slab in set(holdings.slabs) - {config.layers.tied_slab}:
         assert (slab in holdings.owned) is (lowest[slab] == rank)
 

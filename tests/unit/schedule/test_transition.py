@@ -55,15 +55,14 @@ def test_a_device_gets_exactly_what_it_lacks_and_drops_exactly_what_it_does_not_
 
 
 @given(SWITCHES)
-def test_moves_are_in_one_order_and_split_into_early_and_late(drawn: SwitchCase) -> None:
+def test_moves_are_in_one_order_and_early_ones_are_of_joiners(drawn: SwitchCase) -> None:
     switch = drawn.switch
     assert list(switch.moves) == sorted(switch.moves, key=lambda m: (m.slab, m.target))
-    for early, found in ((True, switch.joiners), (False, switch.receivers)):
-        expected: dict[int, list[int]] = {}
-        for move in switch.moves:
-            if move.early is early:
-                expected.setdefault(move.slab, []).append(move.target)
-        assert found == {slab: tuple(targets) for slab, targets in expected.items()}
+    expected: dict[int, list[int]] = {}
+    for move in switch.moves:
+        if move.early:
+            expected.setdefault(move.slab, []).append(move.target)
+    assert switch.joiners == {slab: tuple(targets) for slab, targets in expected.items()}
 
 
 def test_the_same_plan_moves_and_drops_nothing() -> None:
@@ -136,11 +135,10 @@ def test_late_pairs_are_handed_over_and_the_others_join_early() -> None:
     late = frozenset({(4, 0), (5, 1)})  # (5, 1) does not move
     switch = moves("0:4@0 | 4:8@1", "0:6@0 | 6:8@1", late=late)
     assert switch.moves == (Move(4, 0, 1, early=False), Move(5, 0, 1, early=True))
-    assert switch.receivers == {4: (0,)}
     assert switch.joiners == {5: (0,)}
     everything = moves("0:4@0 | 4:8@1", "0:6@0 | 6:8@1", late=None)
     assert everything.joiners == {}
-    assert everything.receivers == {4: (0,), 5: (0,)}
+    assert everything.moves == (Move(4, 0, 1, early=False), Move(5, 0, 1, early=False))
 
 
 # -- what the program makes of it --------------------------------------------------------------
