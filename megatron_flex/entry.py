@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 from megatron_flex.arguments import ArgumentsError, parse
 from megatron_flex.config.config import Architecture, Config
 from megatron_flex.runtime.failure import run
+from megatron_flex.signals import any_text, end_with_torchrun
 
 # What megatron-core and torch say at import, in every worker, about parts that play no role here.
 _SAID_FOR_NOTHING = (
@@ -24,6 +25,8 @@ def pretrain_main(architecture: Architecture) -> NoReturn:
     """Read the command line, train, and end the process."""
 
     def main() -> None:
+        end_with_torchrun()
+        any_text()
         # Must be set before torch is imported. Its C++ warnings come with stack traces.
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
         # NCCL's messages wait on the GPU. Where streams share a queue to it, what is computed may

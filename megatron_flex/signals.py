@@ -6,15 +6,22 @@ reaches it before it has said what it does with them.
 
 from __future__ import annotations
 
+import ctypes
+import io
+import os
 import signal
 import sys
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import NoReturn
 
 INTERRUPTED = 130
 """Exit status after Ctrl-C, as of a shell's command."""
+
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+_TORCHRUN = (b"torchrun", b"torch.distributed.run", b"torch.distributed.launch")
 
 
 @contextmanager
@@ -42,6 +49,29 @@ def end_quietly() -> None:
         let(signal.SIGINT, signal.SIG_DFL)
 
 
+def end_with_torchrun() -> None:
+    """This process gets SIGTERM when the torchrun that has started it is gone, killed itself.
+
+    Else workers would train on to their end, and nobody could tell them to stop but one by one.
+    Where another program is between the two nothing is done: the system means the thread that has
+    started a process, and a profiler's may end long before its process does.
+    """
+    parent = os.getppid()
+    with suppress(OSError, AttributeError):
+        words = Path(f"/proc/{parent}/cmdline").read_bytes().split(b"\0")
+        if any(word.rpartition(b"/")[2] in _TORCHRUN for word in words):
+            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+            if os.getppid() != parent:  # it went meanwhile
+                signal.raise_signal(signal.SIGTERM)
+
+
+def any_text() -> None:
+    """What this process prints may have characters that the encoding of its output lacks."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+
+
 def plain_warnings() -> None:
     """Warnings of this process are lines for people from now on; ours come once each."""
     said: set[object] = set()
@@ -57,6 +87,7 @@ def plain_warnings() -> None:
 
 def run_tool(main: Callable[[], int]) -> NoReturn:
     """Run a tool's ``main`` and end the process with its status; Ctrl-C is one line."""
+    any_text()
     plain_warnings()
     try:
         sys.exit(main())

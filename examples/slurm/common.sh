@@ -34,6 +34,10 @@ seconds_of() {
     echo $((((10#$days * 24 + 10#$hours) * 60 + 10#$minutes) * 60 + 10#$seconds))
 }
 
+# A warning before the run begins: it does not begin, and the job goes back into the queue.
+warned=''
+trap 'warned=1' USR1
+
 # The job as squeue sees it: %L is the time that is left, %T its state.
 job_has() {
     squeue --noheader --jobs "$SLURM_JOB_ID" --format "$1" 2>/dev/null || true
@@ -72,28 +76,30 @@ check_time() {
 
 # Runs srun with what is given. The job goes back into the queue if its time is up, and if it failed
 # (a worker was killed, a node is gone) but has saved something since it started: so a job that fails
-# at the same place each time ends.
+# at the same place each time ends. A run that is warned while it starts has nothing to save, and
+# SIGTERM ends it (status 143): that is no failure.
 run_or_requeue() {
-    local before after step status
+    local before after step status=143
     check_time
     before=$(saved_iteration)
-    warned='' interrupted=''
     trap warn USR1 TERM
-    "$@" &
-    step=$!
-    while :; do
-        interrupted='' status=0
-        wait "$step" || status=$?
-        [[ -n $interrupted ]] || break # else it was the trap that ended the wait
-    done
-    trap - USR1 TERM
+    if [[ -z $warned ]]; then
+        "$@" &
+        step=$!
+        while :; do
+            interrupted='' status=0
+            wait "$step" || status=$?
+            [[ -n $interrupted ]] || break # else it was the trap that ended the wait
+        done
+    fi
+    trap '' USR1 TERM # a second warning must not end what follows
     after=$(saved_iteration)
     if [[ -z $warned ]] && ((status == 0)); then
         return 0
     fi
     # A job that somebody cancels or Slurm itself brings back is no longer running.
     [[ $(job_has %T) == RUNNING ]] || return "$status"
-    if [[ $after == "$before" ]] && ((status != 0)); then
+    if [[ $after == "$before" ]] && ((status != 0)) && [[ -z $warned || $status != 143 ]]; then
         say "ended with status $status, and nothing was saved since it started: it is not started again" >&2
         return "$status"
     fi

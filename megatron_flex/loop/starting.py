@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from megatron_flex.checkpoint.conversion.hugging_face.companions import located
 from megatron_flex.checkpoint.conversion.hugging_face.start import (
     arguments_of,
     convert_once,
@@ -61,5 +62,4 @@ def _saved(o: CheckpointOptions) -> dict[str, Any]:
     if o.pretrained_checkpoint is not None and _begins(o):
         directory, step = o.pretrained_checkpoint, None
     assert directory is not None
-    arguments: dict[str, Any] = read_common(directory, step)["arguments"]
-    return arguments
+    return located(read_common(directory, step)["arguments"], directory)

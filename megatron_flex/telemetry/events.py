@@ -7,8 +7,8 @@ run are cut themselves, as the JSON lines are. They are known by the end of thei
 
 from __future__ import annotations
 
-import itertools
 import os
+import re
 import socket
 import struct
 import time
@@ -27,7 +27,7 @@ OURS = ".megatron_flex"
 _HEADER = struct.Struct("<QI")  # bytes of the record, and a checksum of that number
 _CHECKSUM = struct.Struct("<I")
 _AT_MOST = 120.0  # seconds that an event is kept in memory, as in SummaryWriter
-_numbers = itertools.count()
+_BEGUN = re.compile(r"events\.out\.tfevents\.(\d+)\.")
 
 
 class EventFile:
@@ -41,9 +41,10 @@ class EventFile:
     """
 
     def __init__(self, directory: Path, queue_size: int) -> None:
-        # Readers take files by name: of two that were begun within a second the later one last.
-        second, number = int(time.time()), next(_numbers)
-        place = f"{second:010d}.{socket.gethostname()}.{os.getpid()}.{number:06d}"
+        # Readers take files by name: one that was begun later comes later, whatever the clock says.
+        begun = map(_BEGUN.match, (path.name for path in directory.glob(f"*{OURS}")))
+        newest = max((int(found[1]) for found in begun if found), default=0)
+        place = f"{max(int(time.time()), newest + 1):010d}.{socket.gethostname()}.{os.getpid()}"
         self._file = GrowingFile(directory / f"events.out.tfevents.{place}{OURS}", FLAG)
         self._queue_size = queue_size
         self._queue: list[bytes] = []

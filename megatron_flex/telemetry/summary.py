@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator, Sequence
 
 from megatron_flex.config.config import Config
@@ -100,10 +101,11 @@ class Summary:
         elif self._iterations and config.checkpoint.save is None:
             yield " checkpoint: none was saved (--save DIRECTORY saves them)"
         g, record = config.logging, config.flexpipe.flexpipe_record
+        curves = g.tensorboard_dir
         for what, path in (
             ("log in full", g.log_file),
             ("every iteration as JSON", g.log_jsonl),
-            ("curves", g.tensorboard_dir and f"tensorboard --logdir {g.tensorboard_dir}"),
+            ("curves", curves and f"tensorboard --logdir {shlex.quote(curves)}"),
             ("plans and their reasons", record),
             ("timeline", config.flexpipe.flexpipe_trace),
         ):

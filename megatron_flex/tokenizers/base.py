@@ -70,5 +70,8 @@ def existing(path: str | None, flag: str, kind: str) -> str:
     if path is None:
         raise TokenizerError(f"--tokenizer-type {kind} needs {flag}")
     if not Path(path).exists():
-        raise TokenizerError(f"{flag} {path}: no such file; tokenizers are read from local files")
+        where = "" if Path(path).is_absolute() else f" in {Path.cwd()}"
+        raise TokenizerError(
+            f"{flag} {path}: no such file{where}: give the path of the tokenizer's file"
+        )
     return path

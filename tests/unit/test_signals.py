@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
+import psutil
 import pytest
 
 from megatron_flex.signals import INTERRUPTED, run_tool, withheld
@@ -42,6 +45,45 @@ def test_what_is_withheld_comes_afterwards() -> None:
         assert found == [signal.SIGUSR1]
     finally:
         signal.signal(signal.SIGUSR1, before)
+
+
+WORKER = """
+import os, sys, time
+from megatron_flex.signals import end_with_torchrun
+end_with_torchrun()
+print(os.getpid(), flush=True)
+time.sleep(1000)
+"""
+LAUNCHER = "import subprocess, sys; subprocess.run([sys.executable, '-c', sys.argv[1]])"
+
+
+@pytest.mark.parametrize("name", ["torchrun", "launcher"])
+def test_a_worker_ends_with_the_torchrun_that_started_it(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_text(LAUNCHER)
+    command = [sys.executable, str(tmp_path / name), WORKER]
+    launcher = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    with launcher:
+        assert launcher.stdout is not None
+        worker = psutil.Process(int(launcher.stdout.readline()))
+        launcher.kill()
+        launcher.wait()
+        if name == "torchrun":
+            launcher.stdout.read()  # until the worker is gone, too
+            return
+        time.sleep(0.2)
+        assert worker.status() == psutil.STATUS_SLEEPING
+        worker.kill()
+
+
+def test_what_the_output_cannot_show_ends_nothing() -> None:
+    text = "\u2460 na\xefve \udcff"
+    script = f"from megatron_flex.signals import any_text; any_text(); print({text!a})"
+    for encoding in ("latin-1", "ascii", "utf-8"):
+        found = subprocess.run(
+            [sys.executable, "-c", script], env={**os.environ, "PYTHONIOENCODING": encoding},
+            stdout=subprocess.PIPE, check=True,
+        )  # fmt: skip
+        assert found.stdout.strip() == text.encode(encoding, errors="backslashreplace")
 
 
 def test_ctrl_c_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:

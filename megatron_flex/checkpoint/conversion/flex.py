@@ -9,7 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from megatron_flex.checkpoint.conversion.arguments import KEPT, megatron_arguments
-from megatron_flex.checkpoint.conversion.hugging_face.companions import beside, install, moved
+from megatron_flex.checkpoint.conversion.hugging_face.companions import (
+    beside,
+    install,
+    located,
+    moved,
+)
 from megatron_flex.checkpoint.conversion.weights import Training, Weights
 from megatron_flex.checkpoint.errors import CheckpointError
 from megatron_flex.checkpoint.layout import locate
@@ -39,7 +44,8 @@ def read_flex(directory: Path, *, iteration: int | None = None, optimizer: bool 
         locate(directory, iteration), manifest, without=OPTIMIZER if training is None else None
     )
     progress = common.get("progress", {})
-    arguments = Namespace(**{n: v for n, v in common.get("arguments", {}).items() if n in KEPT})
+    said = {n: v for n, v in common.get("arguments", {}).items() if n in KEPT}
+    arguments = Namespace(**located(said, directory))
     return Weights(
         local(ModelConfig(**model)),
         tensors,

@@ -149,7 +149,9 @@ def test_a_log_file_that_cannot_be_written_is_one_clear_error(tmp_path: Path) ->
 
 
 def test_a_run_ends_with_a_summary(tmp_path: Path) -> None:
-    c = config(f"--save {tmp_path}/c --tensorboard-dir {tmp_path}/board --log-jsonl {tmp_path}/j")
+    c = config(
+        f"--save {tmp_path}/c --tensorboard-dir {tmp_path}/my(board) --log-jsonl {tmp_path}/j"
+    )
     plans = ["0:5@0 | 5:10@1", "0:5@0 | 5:10@1 ; recompute 1", "0:10@0", "0:5@0 | 5:10@1"]
     with open_recorder(c, echo=_ignore) as recorder:
         for k, plan in enumerate(plans, 1):
@@ -167,7 +169,7 @@ def test_a_run_ends_with_a_summary(tmp_path: Path) -> None:
         " plans: 2; switches: 2",
         f" checkpoint: iteration 4 in {tmp_path}/c",
         f" every iteration as JSON: {tmp_path}/j",
-        f" curves: tensorboard --logdir {tmp_path}/board",
+        f" curves: tensorboard --logdir '{tmp_path}/my(board)'",
     ]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import time
 from pathlib import Path
 from typing import Any
 
@@ -186,6 +187,20 @@ def test_a_run_that_starts_anew_keeps_the_curves_of_earlier_ones(tmp_path: Path)
     found = [series(tmp_path / name)["lm loss"] for name in ("earlier.1", "earlier", ".")]
     assert found == [[(1, 1.0)], [(1, 2.0)], [(1, 3.0)]]
     assert (tmp_path / "theirs").read_bytes() == b"of another program"
+
+
+def test_a_clock_that_was_set_back_changes_no_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = time.time()
+    for k, ago in enumerate((0, 3600, 3600, 1800), 1):
+        monkeypatch.setattr(time, "time", lambda ago=ago: now - ago)
+        sink = TensorBoardSink(str(tmp_path), ScalarOptions(world_size=1), start=(k, 16 * k))
+        sink.iteration(record(k))
+        sink.close()
+        newest = max(tmp_path.glob("events*"), key=lambda path: path.stat().st_mtime_ns)
+        assert newest == max(tmp_path.glob("events*"))
+    assert [step for step, _ in series(tmp_path)["lm loss"]] == [1, 2, 3, 4]
 
 
 def test_what_a_log_line_has_said_is_written(tmp_path: Path) -> None:

@@ -156,6 +156,8 @@ def test_what_cannot_be_exported_is_said(models: dict[str, Path], name: str, rea
     )
     assert set(files) == {"tokenizer.model"}
     assert reason in remark
+    gone = Namespace(tokenizer_type="SentencePieceTokenizer", tokenizer_model="nowhere")
+    assert tokenizer_files(gone)[1].startswith("nowhere is not there: the directory has no ")
 
 
 @pytest.mark.parametrize("name", ["ours", "llama 2"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from argparse import Namespace
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 import torch
 import transformers
 
+from megatron_flex.checkpoint.conversion.flex import read_flex, write_flex
 from megatron_flex.checkpoint.conversion.hugging_face.directory import read_hugging_face
 from megatron_flex.data.prompts import Prompts, read_asked
 from megatron_flex.loop.local_model import local_blocks
@@ -215,6 +217,28 @@ def test_models_and_tokenizers_that_do_not_fit_are_named(
                       "--prompts", "hello there")  # fmt: skip
     assert status == 1
     assert "and the model knows 90: the tokenizer is not the model's" in err
+
+
+def test_a_tokenizer_beside_the_checkpoints_is_found_from_anywhere(
+    small: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    known = Namespace(tokenizer_type="HuggingFaceTokenizer", tokenizer_model="runs/tokenizer")
+    weights = replace(read_flex(small / "flex"), arguments=known, companions=None)
+    saved = tmp_path / "there" / "runs" / "saved"
+    write_flex(saved, weights)
+    words = ("--load", saved, "--prompts", "1", "--num-tokens-to-generate", 1)
+    monkeypatch.chdir(small)
+    status, err = run(capsys, *words)
+    assert status == 1
+    assert f"--tokenizer-model runs/tokenizer: no such file in {small}: give the path" in err
+    (saved.parent / "tokenizer").mkdir()
+    write_tokenizer(saved.parent / "tokenizer")
+    assert read_flex(saved).arguments.tokenizer_model == str(saved.parent / "tokenizer")
+    monkeypatch.chdir(tmp_path / "there")
+    assert read_flex(saved).arguments.tokenizer_model == "runs/tokenizer"
 
 
 @pytest.mark.parametrize(

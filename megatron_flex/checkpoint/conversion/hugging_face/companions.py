@@ -89,6 +89,22 @@ def moved(arguments: Mapping[str, Any], source: Path, directory: Path) -> dict[s
     return result
 
 
+def located(arguments: Mapping[str, Any], directory: Path | str) -> dict[str, Any]:
+    """Arguments of a checkpoint in ``directory``, whose files are not where this process is.
+
+    A relative path is one from where the run was started. Files often lie beside the checkpoints,
+    or above them: from there a path that is not known here is looked for.
+    """
+    result, above = dict(arguments), Path(directory).absolute()
+    for name in PATHS:
+        path = result.get(name)
+        if not path or Path(path).is_absolute() or Path(path).exists():
+            continue
+        found = (parent / path for parent in above.parents)
+        result[name] = str(next((p for p in found if p.exists()), path))
+    return result
+
+
 def copy(files: list[Path], directory: Path) -> None:
     """Copy files into a directory, and wait until the disk has them."""
     for path in files:
@@ -140,11 +156,14 @@ def tokenizer_files(arguments: Namespace) -> tuple[dict[str, bytes], str]:
     """
     found: dict[str, Path] = {}
     for argument, file in _FILES.get(getattr(arguments, "tokenizer_type", ""), {}).items():
-        path = Path(getattr(arguments, argument, None) or "")
+        given = getattr(arguments, argument, None)
+        if given is None:
+            return {}, ""
+        path = Path(given)
         if path.is_dir():
             path = path / file
         if not path.is_file():
-            return {}, ""
+            return {}, f"{path} is not there: the directory has no tokenizer; copy its files there"
         found[file] = path
         for name in (TOKENIZER_CONFIG, "special_tokens_map.json", CHAT_TEMPLATE):
             if (path.parent / name).is_file():
