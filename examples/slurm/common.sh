@@ -74,12 +74,19 @@ check_time() {
     fi
 }
 
+# Whether the run was warned, perhaps while it started and had nothing to save: once at an iteration,
+# since one that cannot save would be warned for ever.
+warned_early() {
+    local mark="$SLURM_JOB_ID $1" file=$CHECKPOINT_PATH/.warned
+    [[ -n $warned && $(cat "$file" 2>/dev/null) != "$mark" ]] || return 1
+    mkdir -p "$CHECKPOINT_PATH" && echo "$mark" >"$file"
+}
+
 # Runs srun with what is given. The job goes back into the queue if its time is up, and if it failed
 # (a worker was killed, a node is gone) but has saved something since it started: so a job that fails
-# at the same place each time ends. A run that is warned while it starts has nothing to save, and
-# SIGTERM ends it (status 143): that is no failure.
+# at the same place each time ends.
 run_or_requeue() {
-    local before after step status=143
+    local before after step status=143 # of a run that SIGTERM has ended
     check_time
     before=$(saved_iteration)
     trap warn USR1 TERM
@@ -99,7 +106,7 @@ run_or_requeue() {
     fi
     # A job that somebody cancels or Slurm itself brings back is no longer running.
     [[ $(job_has %T) == RUNNING ]] || return "$status"
-    if [[ $after == "$before" ]] && ((status != 0)) && [[ -z $warned || $status != 143 ]]; then
+    if [[ $after == "$before" ]] && ((status != 0)) && ! warned_early "${before:-0}"; then
         say "ended with status $status, and nothing was saved since it started: it is not started again" >&2
         return "$status"
     fi

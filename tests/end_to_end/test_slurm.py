@@ -262,7 +262,7 @@ def test_a_job_that_fails_at_once_is_not_started_again(
     assert "nothing was saved since it started: it is not started again" in job.text
 
 
-def test_bert_is_warned_by_sigterm_and_cancelled(
+def test_bert_is_warned_by_sigterm_and_while_it_starts(
     cluster: slurm.Cluster, data: dict[str, str], tmp_path: Path
 ) -> None:
     flags = "--nodes=1 --ntasks-per-node=1 --gpus-per-node=1 --cpus-per-task=1 --time=10"
@@ -276,9 +276,13 @@ def test_bert_is_warned_by_sigterm_and_cancelled(
     assert saved is not None
     assert saved >= 3
     assert f"it goes on from iteration {saved} " in job.text
-    cluster.run("scancel", job.id)
-    while not job.is_("CANCELLED"):
-        time.sleep(0.05)
+    for state in ("PENDING", "FAILED"):  # warned while its worker starts; it comes back once
+        job.start_again()
+        job.wait("the worker", lambda: bool(cluster.tasks(job.id)))
+        cluster.run("scancel", "--signal=USR1", "--batch", job.id)
+        while not job.is_(state):
+            time.sleep(0.05)
+        assert latest(tmp_path / "saved") == saved
 
 
 def test_torchrun_starts_dead_workers_again_from_host_memory_and_ends_when_told(
