@@ -163,7 +163,11 @@ def main() -> None:
         for r in results(flat):
             d, row = r.decision, r.row
             saved = (d.predicted.recomputed_bytes + d.predicted.offloaded_bytes) / GB
-            conditions = ", ".join(f"{'' if c.holds else 'not '}{c.condition}" for c in d.reasons)
+            conditions = ", ".join(
+                f"{'' if c.holds else 'not '}{c.condition}"
+                + (f": {c.sides}" if c.condition == "D" else "")
+                for c in d.reasons
+            )
             print(
                 f"| {row.model} | {row.longest} | {row.degrees} | {r.current or 'start'} |"
                 f" {'flat' if flat else 'testbed'} | {d.action.symbol} {d.plan.degrees} |"
