@@ -142,7 +142,7 @@ class Setting:
         """All work without fixed costs, divided by all devices."""
         _, token, pair = self.coefficients
         work = token * lengths + pair * lengths.astype(float) ** 2
-        return float(work.sum()) / len(self.planner.units.devices)
+        return float(work.sum()) / self.planner.units.num_devices
 
     def chain(self, lengths: Lengths) -> float:
         """The longest sample alone, or :meth:`ideal`."""
@@ -173,7 +173,7 @@ class Setting:
         sizes = [sum(float(batch.sliced[m]) for m in chain) for chain in batch.chains]
         longest = batch.chains[int(np.argmax(sizes))]
         operations, stages = problem.operations, range(len(problem.plan.stages))
-        taken = np.zeros(len(units.devices))
+        taken = np.zeros(units.num_devices)
         for stage in stages:
             code = stage * operations.batches + longest[0]
             taken[operations.device[code]] += operations.takes[code]
@@ -228,7 +228,7 @@ def table(rows: Sequence[Row], schedules: Sequence[str], batches: int | None) ->
                 planned = setting.planned(bar.update)
             cells.append(sum(p.seconds for _, p, _ in planned) / ideal)
             cells.append(setting.single([plan for plan, _, _ in planned]) / ideal)
-            devices = len(setting.planner.units.devices)
+            devices = setting.planner.units.num_devices
             fixed = setting.coefficients[0] / devices
             rooms = [setting.room(p, batch) for _, p, batch in planned]
             found = [r for r in rooms if r is not None]

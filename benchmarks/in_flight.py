@@ -46,7 +46,7 @@ def drawn(seed: int) -> tuple[float, Plan, OpCosts] | None:
     r = np.random.default_rng(seed)
     spread = SPREADS[seed % len(SPREADS)]
     costs = draw_costs(r, "1f1b", False)
-    devices = len(costs.devices)
+    devices = costs.num_devices
     batch = draw_batch(r, devices, spread)
     if devices < 3:
         return None

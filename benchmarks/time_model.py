@@ -134,7 +134,7 @@ def disturb(r: np.random.Generator, plan: Plan) -> Plan:
 
 def even_plan(costs: ModelCosts, batch: Batch, stages: int) -> Plan:
     """Equal data-parallel degrees, cut by cost."""
-    world = len(costs.devices)
+    world = costs.num_devices
     work = list(map(float, costs.tables(batch).work))
     return static_plan(costs.config, stages, world, costs=work)
 
@@ -146,7 +146,7 @@ def draw_instance(seed: int) -> Instance | None:
     split = shape.backward == "split"
     spread = (0.0, 0.4, 0.8)[seed // len(SHAPES) % 3]
     costs = draw_costs(r, "zb" if split else "1f1b", split)
-    devices = len(costs.devices)
+    devices = costs.num_devices
     batch = draw_batch(r, devices, spread)
     pricer = Pricer(costs, batch)
     if shape.degrees == "even":

@@ -71,8 +71,6 @@ SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "mflex_memory_watch": (_INT, [ctypes.c_char_p]),
     "mflex_memory_current": (_LONG, []),
     "mflex_memory_peak": (_LONG, [_INT]),
-    # parallel.cpp
-    "mflex_available_threads": (_INT, []),
     # planner_hbsa.cpp, planner_price.cpp, planner_search.cpp, planner_shares.cpp,
     # planner_switch.cpp
     "mflex_planner_switch": (
@@ -111,7 +109,6 @@ SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
         _INT,
         [_POINTER, _POINTER, _LONG, _LONG, _POINTER, _ULONG, _LONG],
     ),
-    "mflex_cuda_copy": (_INT, [_POINTER, _POINTER, _LONG, _LONG]),
     "mflex_cuda_host_register": (_INT, [_POINTER, _LONG]),
     "mflex_cuda_host_unregister": (_INT, [_POINTER]),
     "mflex_cuda_host_address": (_INT, [_POINTER, _POINTER]),

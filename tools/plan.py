@@ -364,7 +364,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         planner, batches = described(args, config)
         current = Plan.parse(args.current) if args.current else None
         if current is not None:
-            current.check(config.layers.num_units, len(planner.units.devices))
+            current.check(config.layers.num_units, planner.units.num_devices)
         try:
             found = decisions(planner, batches, current)
         except (Infeasible, PlanError) as error:

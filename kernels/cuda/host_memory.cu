@@ -19,12 +19,6 @@ MFLEX_API int32_t mflex_cuda_host_address(void* address, void** device_address) 
   return found.devicePointer == nullptr ? cudaErrorHostMemoryNotRegistered : cudaSuccess;
 }
 
-// A copy between host and device on a stream, at the link's own speed.
-MFLEX_API int32_t mflex_cuda_copy(const void* source, void* target, int64_t bytes, int64_t stream) {
-  return cudaMemcpyAsync(target, source, static_cast<size_t>(bytes), cudaMemcpyDefault,
-                         mflex::as_stream(stream));
-}
-
 MFLEX_API const char* mflex_cuda_error_text(int32_t code) {
   return cudaGetErrorString(static_cast<cudaError_t>(code));
 }

@@ -11,8 +11,6 @@
 #include <thread>
 #include <vector>
 
-#include "api.h"
-
 namespace mflex {
 namespace {
 
@@ -120,7 +118,3 @@ void parallel_for(int64_t count, int64_t grain, int threads,
 }
 
 }  // namespace mflex
-
-MFLEX_API int32_t mflex_available_threads() {
-  return mflex::available_threads();
-}

@@ -104,10 +104,10 @@ class ModelCosts:
         default_factory=dict, init=False, repr=False
     )
 
-    @cached_property
-    def devices(self) -> tuple[int, ...]:
-        """All devices of the cluster, in the order of slots."""
-        return tuple(range(self.cluster.world_size))
+    @property
+    def num_devices(self) -> int:
+        """Number of devices, all of the cluster's."""
+        return self.cluster.world_size
 
     @cached_property
     def layers(self) -> LayerList:
@@ -175,7 +175,7 @@ class ModelCosts:
     @property
     def ranks(self) -> int:
         """Devices that the devices stand for."""
-        return len(self.devices) * self.options.width
+        return self.num_devices * self.options.width
 
     @property
     def _shards(self) -> int:
@@ -297,8 +297,10 @@ class ModelCosts:
 
     @cached_property
     def server(self) -> IntArray:
-        """Server of each slot."""
-        return np.array([self.cluster.server_of(d) for d in self.devices], dtype=np.int64)
+        """Server of each device."""
+        return np.array(
+            [self.cluster.server_of(d) for d in range(self.num_devices)], dtype=np.int64
+        )
 
     @cached_property
     def activation(self) -> Array:
@@ -370,8 +372,8 @@ class ModelCosts:
     def granule(self) -> int:
         """Group sizes are multiples of this: whole servers on a large cluster, else any."""
         per_server = self.cluster.devices_per_server
-        large = len(self.devices) > self.options.server_groups_above
-        return per_server if large and len(self.devices) % per_server == 0 else 1
+        large = self.num_devices > self.options.server_groups_above
+        return per_server if large and self.num_devices % per_server == 0 else 1
 
     @property
     def budget(self) -> float:
@@ -435,9 +437,8 @@ class ModelCosts:
             total_tokens=float(batch.tokens.sum()),
             chain=float(alone.max()),
             shares=self._dealt(batch, alone, granule),
-            devices=self.devices,
             server=self.server,
-            budget=np.full(len(self.devices), self.budget),
+            budget=np.full(self.num_devices, self.budget),
             buffers=MESSAGE_BUFFERS * self.profile.boundary * float(batch.tokens.max()),
             wires=self.wires(batch),
             arrivals=arrivals,
@@ -455,7 +456,7 @@ class ModelCosts:
         if granule not in known:
             depth = 1 if self.options.split else FUSED_DEPTH
             work, tokens = _dealt_whole(batch, alone)
-            known[granule] = shares(work, tokens, len(self.devices), granule, depth)
+            known[granule] = shares(work, tokens, self.num_devices, granule, depth)
         return known[granule]
 
     def wires(self, batch: Batch) -> Wires:

@@ -133,7 +133,7 @@ class Finder:
         """No plan for this micro-batching is faster (docs/planner.md)."""
         coefficients = (self.units.forward + self.units.backward).sum(axis=1)
         alone = coefficients[0] + coefficients[1] * batch.tokens + coefficients[2] * batch.squares
-        return max(float(alone.sum()) / len(self.units.devices), float(alone.max()))
+        return max(float(alone.sum()) / self.units.num_devices, float(alone.max()))
 
     def _plans(
         self, batch: Batch, late: Arrivals | None, stages: Sequence[int]
@@ -195,7 +195,7 @@ class Finder:
         short, tokens = found
         return Infeasible(
             f"no plan fits: with a largest micro-batch of {tokens:.0f} tokens every one of"
-            f" {len(self.units.devices)} devices lacks {size(short)} of"
+            f" {self.units.num_devices} devices lacks {size(short)} of"
             f" {size(self.units.budget)} {allowed}".rstrip()
             + advice,
             short,

@@ -59,22 +59,22 @@ from megatron_flex.schedule.policies.policy import in_flight_cap
 
 @dataclass(frozen=True)
 class Group:
-    """Slots that hold the same elements.
+    """Devices that hold the same elements.
 
     Attributes:
         chunks: the runs of elements ``[begin, end)`` that each of them holds, in pipeline order:
             one in a straight pipeline, two in a V.
-        slots: who holds them.
-        replicas: for each chunk, all slots that hold it; empty when that is ``slots`` for all.
+        devices: who holds them.
+        replicas: for each chunk, all devices that hold it; empty when that is ``devices`` for all.
     """
 
     chunks: tuple[tuple[int, int], ...]
-    slots: tuple[int, ...]
+    devices: tuple[int, ...]
     replicas: tuple[tuple[int, ...], ...] = ()
 
     def of_chunk(self, number: int) -> tuple[int, ...]:
-        """The slots that hold a chunk."""
-        return self.replicas[number] if self.replicas else self.slots
+        """The devices that hold a chunk."""
+        return self.replicas[number] if self.replicas else self.devices
 
     @property
     def elements(self) -> tuple[int, ...]:
@@ -128,9 +128,9 @@ def plan_cost(t: Tables, groups: Sequence[Group]) -> PlanCost:
 
 
 def inner_hop(t: Tables, group: Group) -> bool:
-    """Whether activations reach the group within a server: the slot before it is on it, too."""
-    before = min(group.slots) - 1
-    return before >= 0 and {int(t.server[s]) for s in group.slots} == {int(t.server[before])}
+    """Whether activations reach the group within a server: the device before it is on it, too."""
+    before = min(group.devices) - 1
+    return before >= 0 and {int(t.server[d]) for d in group.devices} == {int(t.server[before])}
 
 
 def group_cost(t: Tables, group: Group) -> GroupCost:
@@ -160,7 +160,7 @@ def group_cost(t: Tables, group: Group) -> GroupCost:
         update += float(t.update[begin:end].sum()) / (degree if t.sharded else 1)
 
     needed = _bytes(t, group, degrees, tied)
-    missing = max(0.0, needed - min(float(t.budget[s]) for s in group.slots))
+    missing = max(0.0, needed - min(float(t.budget[d]) for d in group.devices))
     return GroupCost(
         wait=wait,
         work=work,
@@ -178,11 +178,11 @@ def _tail(t: Tables, group: Group, tied: bool) -> float:
     drain = 0.0 if t.split else float(t.first_backward[: elements[0]].sum())
     total, largest, latency = 0.0, 0.0, 0.0
     for number, (begin, end) in enumerate(group.chunks):
-        slots = group.of_chunk(number)
-        degree = len(slots) * t.width
+        devices = group.of_chunk(number)
+        degree = len(devices) * t.width
         if degree == 1:
             continue
-        link = 0 if len({int(t.server[s]) for s in slots}) == 1 else 1
+        link = 0 if len({int(t.server[d]) for d in devices}) == 1 else 1
         turns = 2.0 * (degree - 1)  # of a ring: reduce-scatter, then gather
         per_byte = turns / degree * t.wires.per_byte[link]
         latency = max(latency, turns * t.wires.latency[link])
@@ -199,7 +199,7 @@ def _late(t: Tables, group: Group) -> float:
         return 0.0
     elements = list(group.elements)
     worst = 0.0
-    for row in {int(a.device_class[s]) for s in group.slots}:
+    for row in {int(a.device_class[d]) for d in group.devices}:
         size = float(a.size[row, elements].sum())
         if size <= 0:
             continue

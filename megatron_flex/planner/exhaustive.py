@@ -1,4 +1,4 @@
-"""The oracle: every cut of the elements over contiguous groups of slots, idle slots anywhere.
+"""The oracle: every cut of the elements over contiguous groups of devices, idle ones anywhere.
 
 For tests and for ``--flexpipe-planner exhaustive`` on small jobs. It uses the readable definition
 of the cost (:mod:`megatron_flex.planner.cost`), and none of the fast search's reasoning.
@@ -21,7 +21,7 @@ MAX_CUTS = 3_000_000
 
 @dataclass(frozen=True)
 class Block:
-    """Elements ``[begin, end)`` on slots ``[first, last)``."""
+    """Elements ``[begin, end)`` on devices ``[first, last)``."""
 
     begin: int
     end: int
@@ -30,7 +30,7 @@ class Block:
 
 
 def count_cuts(elements: int, devices: int) -> int:
-    """Number of cuts: for each number of groups, the cuts of the elements times those of slots."""
+    """Number of cuts: of the elements times of the devices, for each number of groups."""
     return sum(
         math.comb(elements - 1, groups - 1) * math.comb(devices + groups, 2 * groups)
         for groups in range(1, min(elements, devices) + 1)
@@ -40,13 +40,13 @@ def count_cuts(elements: int, devices: int) -> int:
 def cuts(elements: int, devices: int, groups: int = 0) -> Iterator[tuple[Block, ...]]:
     """All cuts into at most ``groups`` groups (0: any number)."""
 
-    def extend(done: tuple[Block, ...], begin: int, slot: int) -> Iterator[tuple[Block, ...]]:
+    def extend(done: tuple[Block, ...], begin: int, free: int) -> Iterator[tuple[Block, ...]]:
         if begin == elements:
             yield done
             return
         if groups and len(done) == groups:
             return
-        for first in range(slot, devices):
+        for first in range(free, devices):
             for last in range(first + 1, devices + 1):
                 for end in range(begin + 1, elements + 1):
                     yield from extend((*done, Block(begin, end, first, last)), end, last)

@@ -214,7 +214,6 @@ class Fitter:
         """
         tables = pricer.problem.tables if tables is None else tables
         groups = groups_of(tables, plan)
-        devices = [[tables.devices[slot] for slot in group.slots] for group in groups]
         allowed = self.maker.allowed
         exhausted: set[int] = set()  # groups that do all they can
         parts = [GroupOptimisation()] * len(groups)
@@ -230,7 +229,7 @@ class Fitter:
             plan = self._costs.placed(Plan(plan.stages, OPlan(lean=True)))
             peaks = peaks_of(plan)
         for _ in range(_ATTEMPTS):
-            over = [max(peaks[d] for d in group) - allowed for group in devices]
+            over = [max(peaks[d] for d in group.devices) - allowed for group in groups]
             first = first or over
             missing = max(0.0, *first)
             if max(over) <= 0 or any(over[g] > 0 for g in exhausted):

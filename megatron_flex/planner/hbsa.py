@@ -165,7 +165,7 @@ class Hbsa:
 
     def _stages(self, batch: Batch, length: float) -> int:
         """Step 1: the smallest N with M_peak < N M."""
-        most = min(len(self.units.devices), self.units.config.num_layers)
+        most = min(self.units.num_devices, self.units.config.num_layers)
         for n in range(1, most + 1):
             if self._peak(batch, length, n) < n * self.memory:
                 return n
@@ -189,7 +189,7 @@ class Hbsa:
 
         Also the plan that was nearest to fitting, where none does.
         """
-        most = min(len(self.units.devices), self.units.config.num_layers)
+        most = min(self.units.num_devices, self.units.config.num_layers)
         last: Candidate | None = None
         nearest: Candidate | None = None
         for n in range(wanted, most + 1):
@@ -294,7 +294,7 @@ class WholeLayers:
     def __init__(self, units: ModelCosts) -> None:
         self.units = units
         one = np.ones(1)
-        self._devices = units.tables(Batch(one, one))  # for its units and slots
+        self._devices = units.tables(Batch(one, one))  # for its units
         count = units.config.num_layers
         inner = tuple(1 + 2 * layer for layer in range(1, count))
         self.costs = replace(units, given_points=(0, *inner, units.layers.num_units))
@@ -304,7 +304,7 @@ class WholeLayers:
         costs = self.costs
         tables = costs.tables(batch)
         problem = SearchProblem(tables)
-        layers, devices = costs.num_elements, len(costs.devices)
+        layers, devices = costs.num_elements, costs.num_devices
         if stages > min(layers, devices):
             return None
         most = self._most_layers()
@@ -387,9 +387,9 @@ def _stage_seconds(
     costs: ModelCosts, work: Array, group: Group, hops: tuple[float, float], n: int
 ) -> float:
     """t_i of the devices of ``group`` (all their chunks)."""
-    elements, degree = list(group.elements), len(group.slots)
-    servers = {int(costs.server[s]) for s in group.slots}
-    before = min(group.slots) - 1
+    elements, degree = list(group.elements), len(group.devices)
+    servers = {int(costs.server[s]) for s in group.devices}
+    before = min(group.devices) - 1
     inside = len(servers) == 1
     near = inside and before >= 0 and int(costs.server[before]) in servers
     seconds = float(work[elements].sum()) / n

@@ -299,7 +299,7 @@ class Lookahead:
         plans: list[Plan] = [self.static]
         if running is not None:
             plans.append(Plan(running.plan.stages))
-        limit, devices = FEW_CANDIDATES, len(self.planner.units.devices)
+        limit, devices = FEW_CANDIDATES, self.planner.units.num_devices
         some = later = [0]  # any number of stages
         if not pool.records:
             limit = MAX_CANDIDATES

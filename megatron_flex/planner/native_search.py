@@ -213,7 +213,7 @@ class SearchProblem:
         return Cut(tuple(self.group(*row) for row in rows), float(cost[0]), float(cost[1]))
 
     def group(self, begin: int, end: int, first: int, last: int) -> Group:
-        """Steps ``[begin, end)`` on slots ``[first, last)`` as a group."""
+        """Steps ``[begin, end)`` on devices ``[first, last)`` as a group."""
         front = (int(self.front[begin]), int(self.front[end]))
         back = (int(self.back[end]), int(self.back[begin]))
         chunks = tuple(c for c in (front, back) if c[1] > c[0])
@@ -279,7 +279,7 @@ def _as_arrays(groups: tuple[Group, ...]) -> tuple[IntArray, ...]:
         offsets([len(g.chunks) for g in groups]),
         np.array(chunks, dtype=np.int64),
         *rows(g.of_chunk(i) for g in groups for i in range(len(g.chunks))),
-        *rows(g.slots for g in groups),
+        *rows(g.devices for g in groups),
     )
 
 

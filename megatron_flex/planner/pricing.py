@@ -219,10 +219,8 @@ class Pricer:
     ) -> tuple[float, ...]:
         size = [0.0] * self.costs.cluster.world_size
         for group, terms, part in zip(groups, cost.groups, parts, strict=True):
-            for slot in group.slots:
-                size[self.problem.tables.devices[slot]] = (
-                    terms.bytes - part.recomputed - part.offloaded
-                )
+            for device in group.devices:
+                size[device] = terms.bytes - part.recomputed - part.offloaded
         return tuple(size)
 
     def _shortfall(self, plan: Plan) -> float:

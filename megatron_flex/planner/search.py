@@ -143,7 +143,7 @@ class Searcher:
     def _cut(self, finder: Finder, plans: Sequence[Plan]) -> Iterator[Entry]:
         """Plans cut in every way; on many devices, where there are few trials, as suits first."""
         ways = range(len(finder.pricers))
-        if len(self._bench.units.devices) <= MANY_DEVICES:
+        if self._bench.units.num_devices <= MANY_DEVICES:
             yield from ((plan, way) for plan in plans for way in ways)
             return
 
@@ -170,7 +170,7 @@ class Searcher:
 
         Priced when it comes to it.
         """
-        if len(self._bench.units.devices) > MANY_DEVICES:
+        if self._bench.units.num_devices > MANY_DEVICES:
             ways = range(len(finder.pricers))
             bounds = [
                 (*min((finder.pricers[way].bound(plan), way) for way in ways), plan)

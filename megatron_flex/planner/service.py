@@ -250,7 +250,7 @@ class Service:
         while True:
             running = self._running(question)
             # The first one of a large cluster is soon there: the next one looks further.
-            many = self._width > 1 or len(self._decider.units.devices) > MANY_DEVICES
+            many = self._width > 1 or self._decider.units.num_devices > MANY_DEVICES
             known = 1 if running is None and many else len(question.window)
             finders = self._window(question.window[:known])
             count = self._count(question, running, finders[0])
@@ -281,13 +281,13 @@ class Service:
 
     def _part(self, lengths: tuple[int, ...]) -> tuple[int, ...]:
         """Of a batch, what falls to the devices that are decided for."""
-        devices = len(self._decider.units.devices)
+        devices = self._decider.units.num_devices
         return part(lengths, self._width, self._setup.cut.cost, devices)
 
     def _window(self, window: Sequence[tuple[int, ...]]) -> list[Finder]:
         """Finders of coming batches; those of the window before it are still known."""
         cut, planner = self._setup.cut, self._decider
-        devices = len(planner.units.devices)
+        devices = planner.units.num_devices
         known = self._finders
         self._finders = {
             lengths: known.get(lengths) or planner.finder(ways(cut, self._part(lengths), devices))

@@ -299,7 +299,7 @@ def arrivals(costs: ModelCosts, running: Running) -> Arrivals:
     classes: dict[tuple[bytes, int, float], int] = {}
     first: list[int] = []  # a device of each class
     device_class = []
-    for device in costs.devices:
+    for device in range(costs.num_devices):
         key = (held[device].tobytes(), cluster.server_of(device), running.spare[device])
         if key not in classes:
             first.append(device)

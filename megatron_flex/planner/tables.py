@@ -1,9 +1,9 @@
 """All numbers that one decision needs, for one way of cutting the batch to micro-batches.
 
 :class:`Tables` is what the searches, the oracle and the price of a plan share. An *element* is what
-a stage boundary cannot cut: a unit, or with ``--flexpipe-unit layer`` a whole layer. A *slot* is a
-place in the order of devices; devices of a server are next to each other. Times are seconds, sizes
-bytes; arrays are float64 over elements unless said otherwise.
+a stage boundary cannot cut: a unit, or with ``--flexpipe-unit layer`` a whole layer.
+Devices of a server are next to each other. Times are seconds, sizes bytes; arrays are float64 over
+elements unless said otherwise.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class Arrivals:
     """What a switch from the current plan costs, for each class of devices that hold the same.
 
     Attributes:
-        device_class: ``[D]`` int64 class of each slot.
+        device_class: ``[D]`` int64 class of each device.
         size: ``[classes, elements]`` bytes that a device of the class lacks (0: it holds it).
         early: seconds to send them during the running iteration.
         handover: seconds to hand them over after its update; never below ``early``.
@@ -128,16 +128,15 @@ class Tables:
         max_tokens, total_tokens: of the micro-batches.
         chain: seconds of the slowest micro-batch alone, forward and backward.
         shares: how they fall to replicas.
-        devices: device of each slot.
-        server: ``[D]`` int64 server of each slot.
-        budget: ``[D]`` bytes that each slot may use.
+        server: ``[D]`` int64 server of each device.
+        budget: ``[D]`` bytes that each device may use.
         buffers: bytes on every device besides.
         wires: what messages cost.
         arrivals: what a switch costs; ``None`` without a current plan.
         split: backward in two halves, so that nothing drains and one more forward is in flight.
         sharded: optimizer state is split over the replicas.
         offload_optimizer, offload_activations: what may go to the host.
-        width: devices that each slot stands for; gradients are summed over all of them.
+        width: devices that each one stands for; gradients are summed over all of them.
     """
 
     points: tuple[int, ...]
@@ -159,7 +158,6 @@ class Tables:
     total_tokens: float
     chain: float
     shares: Shares
-    devices: tuple[int, ...]
     server: IntArray
     budget: Array
     buffers: float
@@ -186,8 +184,8 @@ class Tables:
 
     @property
     def num_devices(self) -> int:
-        """Number of slots."""
-        return len(self.devices)
+        """Number of devices."""
+        return len(self.server)
 
     @cached_property
     def activation(self) -> Array:

@@ -72,7 +72,7 @@ class Workbench:
     @cached_property
     def even_plans(self) -> tuple[Plan, ...]:
         """The static plans of every even layout, cut by cost."""
-        world = len(self.units.devices)
+        world = self.units.num_devices
         costs = self.elements
         plans = []
         for stages in range(1, world + 1):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from datetime import timedelta
 from typing import Literal, NoReturn
 
@@ -54,7 +55,7 @@ def start(
         device = torch.device("cuda", local_rank() % torch.cuda.device_count())
         torch.cuda.set_device(device)
     else:
-        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+        torch.set_num_threads(_threads(os.environ))
         keep_freed_memory()
     timeout = timedelta(minutes=timeout_minutes)
     rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
@@ -77,6 +78,12 @@ def start(
             device, timeout, sharing, sequence_parallel=sequence_parallel, control=control
         )
         return world, failure, completion
+
+
+def _threads(environment: Mapping[str, str]) -> int:
+    """Threads that a worker computes with: OpenMP's outermost; one where none are named."""
+    first = environment.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
+    return int(first) if first.isdecimal() and int(first) > 0 else 1
 
 
 def _apart(rank: int, sharing: int) -> str:

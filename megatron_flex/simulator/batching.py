@@ -40,7 +40,7 @@ class ByCut:
 
     def ways(self, lengths: Sequence[int], plan: Plan, costs: ModelCosts) -> tuple[Batch, ...]:
         """See :class:`Batching`."""
-        return tuple(ways(self.cut, lengths, len(costs.devices)))
+        return tuple(ways(self.cut, lengths, costs.num_devices))
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class ByDynaPipe:
     def ways(self, lengths: Sequence[int], plan: Plan, costs: ModelCosts) -> tuple[Batch, ...]:
         """See :class:`Batching`."""
         cut = Cut(pad="dynapipe", dynapipe=dynapipe_of(costs, plan))
-        return tuple(ways(cut, lengths, len(costs.devices)))
+        return tuple(ways(cut, lengths, costs.num_devices))
 
 
 def by_count(size: int, length: int = 0) -> ByCut:

@@ -269,7 +269,7 @@ class PlannedRun:
             if answer is not None:
                 decision, self._pool = answer
                 return decision
-        many = self._setting.width > 1 or len(self._planner.units.devices) > MANY_DEVICES
+        many = self._setting.width > 1 or self._planner.units.num_devices > MANY_DEVICES
         first = self._running is None and many  # as in training
         window = range(number, number + (1 if first else self._planner.options.lookahead))
         finders = [self._finder(k) for k in window]

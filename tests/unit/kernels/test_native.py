@@ -24,13 +24,13 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_a_missing_library_says_how_to_build_it(elsewhere: Path) -> None:
     with pytest.raises(native.NativeError, match=r"is missing: run `make native`"):
-        native.function("mflex_available_threads")
+        native.function("mflex_built_with_cuda")
 
 
 def test_a_broken_library_says_how_to_build_it(elsewhere: Path) -> None:
     elsewhere.write_bytes(b"not a library")
     with pytest.raises(native.NativeError, match=r"cannot be loaded .* build it again"):
-        native.function("mflex_available_threads")
+        native.function("mflex_built_with_cuda")
 
 
 def test_a_function_that_the_library_lacks_says_how_to_build_it(

@@ -98,7 +98,6 @@ def random_tables(seed: int, max_elements: int = 10, max_devices: int = 6) -> Ta
         total_tokens=float(tokens.sum()),
         chain=float(work.sum(1).max()),
         shares=shares(work.sum(1), tokens, devices),
-        devices=tuple(range(devices)),
         server=server,
         budget=budget,
         buffers=float(r.integers(0, 1000)),

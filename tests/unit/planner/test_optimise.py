@@ -38,7 +38,7 @@ def groups_that_miss(count: int) -> list[tuple[Tables, Group, float]]:
 
 def brute_force(t: Tables, group: Group, missing: float) -> float:
     """Least seconds over every choice for every element."""
-    (begin, end), degree = group.chunks[0], len(group.slots)
+    (begin, end), degree = group.chunks[0], len(group.devices)
     choices = []
     for element in range(begin, end):
         can = savings(t, begin, element, degree)
@@ -68,7 +68,7 @@ def test_it_saves_enough_at_nearly_the_least_time(case: int) -> None:
         return
     assert found.recomputed + found.offloaded >= missing
     # The searches' relaxation is a lower bound, and one element more is enough.
-    (begin, end), degree = group.chunks[0], len(group.slots)
+    (begin, end), degree = group.chunks[0], len(group.devices)
     steps = [s for e in range(begin, end) for s in saving_steps(tables, begin, e, degree)]
     assert relaxed <= best * (1 + 1e-9)
     assert best <= found.seconds * (1 + 1e-9)

@@ -64,11 +64,11 @@ def test_a_found_plan_keeps_the_budget_and_covers_every_unit_once(seed: int) -> 
     assert cost.fits
     plan = plan_of(tables, cut.groups)
     plan.check(tables.num_elements, tables.num_devices)
-    held = [slot for group in cut.groups for slot in group.slots]
+    held = [device for group in cut.groups for device in group.devices]
     assert len(held) == len(set(held))
     for group, terms in zip(cut.groups, cost.groups, strict=True):
         o = optimise(tables, group)
-        budget = min(tables.budget[s] for s in group.slots)
+        budget = min(tables.budget[s] for s in group.devices)
         assert terms.bytes - o.recomputed - o.offloaded <= budget * (1 + 1e-12)
     assert groups_of(tables, plan) == cut.groups
 
@@ -165,7 +165,7 @@ def test_groups_of_a_granule_only() -> None:
         if cut is not None:
             assert free is not None
             assert free.seconds <= cut.seconds * (1 + 1e-9)
-            assert all(len(g.slots) % 2 == 0 and g.slots[0] % 2 == 0 for g in cut.groups)
+            assert all(len(g.devices) % 2 == 0 and g.devices[0] % 2 == 0 for g in cut.groups)
 
 
 @pytest.mark.parametrize("seed", range(20))
