@@ -21,7 +21,6 @@ writes data/chats_chat_document.bin and .idx.
 from __future__ import annotations
 
 import argparse
-import glob
 import shlex
 import sys
 import warnings
@@ -37,7 +36,7 @@ from megatron_flex.data.chat_encode import CHAT, ChatOptions
 from megatron_flex.data.conversation import FORMATS, formats_of
 from megatron_flex.data.encode import ENDED, EncodeOptions
 from megatron_flex.data.errors import DataError
-from megatron_flex.data.jsonl import read_lines, read_record
+from megatron_flex.data.jsonl import files_of, read_lines, read_record
 from megatron_flex.data.turns import Turns
 from megatron_flex.signals import run_tool
 from megatron_flex.tokenizers.base import Tokenizer, TokenizerError
@@ -146,9 +145,7 @@ def options(words: list[str] | None = None) -> PreprocessOptions:
     from megatron_flex.data.preprocess import PreprocessOptions
 
     flags = parser().parse_args(words)
-    inputs = sorted(glob.glob(flags.input))
-    if not inputs:
-        raise DataError(f"--input {flags.input}: no such file")
+    inputs = files_of(flags.input)
     if flags.append_eod_keys and not flags.append_eod:
         raise DataError("--append-eod-keys has no effect without --append-eod")
     chat_flags = [f"--{n.replace('_', '-')}" for n in _CHAT_FLAGS if getattr(flags, n)]

@@ -20,7 +20,6 @@ import json
 import os
 import sys
 import sysconfig
-import tempfile
 import tokenize
 import warnings
 from collections.abc import Iterator
@@ -32,6 +31,7 @@ if __name__ == "__main__":  # from a clone, without installing
 
 from megatron_flex.data.bar import shown
 from megatron_flex.signals import run_tool
+from megatron_flex.telemetry.files import replace
 
 SKIPPED_DIRECTORIES = frozenset(
     {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
@@ -125,27 +125,6 @@ def records(root: Path, form: str) -> Iterator[dict[str, str]]:
                 }
 
 
-def write(output: Path, root: Path, form: str) -> int:
-    """Write the JSONL file, complete or not at all; returns the number of lines."""
-    output.parent.mkdir(parents=True, exist_ok=True)
-    count = 0
-    with tempfile.NamedTemporaryFile(
-        "w", encoding="utf-8", newline="\n", dir=output.parent, prefix=output.name, delete=False
-    ) as stream:
-        try:
-            for record in records(root, form):
-                stream.write(json.dumps(record, ensure_ascii=False) + "\n")
-                count += 1
-            stream.flush()
-            os.fsync(stream.fileno())
-            os.chmod(stream.name, 0o644)
-            os.replace(stream.name, output)
-        except BaseException:
-            os.unlink(stream.name)
-            raise
-    return count
-
-
 def main(words: list[str] | None = None) -> int:
     """Command line; returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], allow_abbrev=False)
@@ -158,16 +137,20 @@ def main(words: list[str] | None = None) -> int:
         help="directory of Python sources (default: the standard library of this Python)",
     )
     arguments = parser.parse_args(words)
+    lines = [
+        (json.dumps(record, ensure_ascii=False) + "\n").encode()
+        for record in records(arguments.root, arguments.format)
+    ]
+    if not lines:
+        print(f"stdlib_corpus: no Python source below {arguments.root}", file=sys.stderr)
+        return 1
     try:
-        count = write(arguments.output, arguments.root, arguments.format)
+        arguments.output.parent.mkdir(parents=True, exist_ok=True)
+        replace(arguments.output, lines)
     except OSError as error:
         print(f"stdlib_corpus: {error}", file=sys.stderr)
         return 1
-    if count == 0:
-        arguments.output.unlink()
-        print(f"stdlib_corpus: no Python source below {arguments.root}", file=sys.stderr)
-        return 1
-    print(f"{count} definitions from {arguments.root} written to {arguments.output}")
+    print(f"{len(lines)} definitions from {arguments.root} written to {arguments.output}")
     return 0
 
 

@@ -16,7 +16,6 @@ it serves GPT and BERT, and what --special-tokens adds.
 from __future__ import annotations
 
 import argparse
-import glob
 import io
 import json
 import multiprocessing
@@ -38,8 +37,9 @@ if __name__ == "__main__":  # from a clone, without installing
 
 from megatron_flex.data.bar import SHORT, progress_bar, shown
 from megatron_flex.data.errors import DataError
-from megatron_flex.data.jsonl import parse, read_lines
+from megatron_flex.data.jsonl import files_of, parse, read_lines
 from megatron_flex.signals import end_quietly, run_tool
+from megatron_flex.telemetry.files import replace
 
 RESERVED = ("<unk>", "<s>", "</s>", "<pad>", "<CLS>", "<SEP>", "<EOD>", "<MASK>")
 """Pieces that every model has."""
@@ -222,21 +222,6 @@ def train_wordpiece(texts: list[str], vocab_size: int, *, cased: bool = False) -
     return "".join(f"{token}\n" for token, _ in found).encode()
 
 
-def write(path: Path, content: bytes) -> None:
-    """Write a file, complete or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=path.name, delete=False) as stream:
-        try:
-            stream.write(content)
-            stream.flush()
-            os.fsync(stream.fileno())
-            os.chmod(stream.name, 0o644)
-            os.replace(stream.name, path)
-        except BaseException:
-            os.unlink(stream.name)
-            raise
-
-
 def main(words: list[str] | None = None) -> int:
     """Command line; returns the exit status."""
     parser = argparse.ArgumentParser(
@@ -283,14 +268,13 @@ def main(words: list[str] | None = None) -> int:
                 "--special-tokens must differ from each other, and from those that every model has:"
                 f" {', '.join(RESERVED)}"
             )
-        texts = sample(
-            sorted(glob.glob(flags.input)) or [flags.input], flags.json_keys, flags.max_characters
-        )
+        texts = sample(files_of(flags.input), flags.json_keys, flags.max_characters)
         if wordpiece:
             content = train_wordpiece(texts, flags.vocab_size, cased=flags.cased)
         else:
             content = train_shown(texts, flags.vocab_size, flags.model_type, flags.special_tokens)
-        write(flags.output, content)
+        flags.output.parent.mkdir(parents=True, exist_ok=True)
+        replace(flags.output, [content])
     except (DataError, OSError) as error:
         print(f"train_tokenizer: {error}", file=sys.stderr)
         return 1

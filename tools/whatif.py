@@ -222,12 +222,12 @@ def command(args: argparse.Namespace, run: Run | None, given: Sequence[str], own
             ["torchrun", "--nproc-per-node", str(run.config.world_size), script,
              *_without(given, left_out), *own]
         )  # fmt: skip
-    devices = simulate.setting_of(args).full.cluster
+    full = simulate.setting_of(args).full
     words = [
-        "torchrun", "--nnodes", str(devices.servers), "--nproc-per-node",
-        str(devices.devices_per_server), "pretrain_gpt.py", "--global-batch-size",
-        str(_batch_size(args)), "--seq-length", str(args.seq_length),
-        "--flexpipe-cluster", args.cluster,
+        "torchrun", "--nnodes", str(full.cluster.servers),
+        "--nproc-per-node", str(full.cluster.devices_per_server),
+        f"pretrain_{full.config.architecture}.py", "--global-batch-size", str(_batch_size(args)),
+        "--seq-length", str(args.seq_length), "--flexpipe-cluster", args.cluster,
     ]  # fmt: skip
     if args.profile is not None:
         words += ["--flexpipe-profile", str(args.profile)]

@@ -20,9 +20,9 @@ with quick_import():
 class IndexedWriter:
     """Writes ``prefix.bin`` and ``prefix.idx`` through megatron-core's builder.
 
-    Both are written under temporary names and take their own in :meth:`commit`; leaving the
-    ``with`` block without it removes them. The old index goes first, so that at no time an index
-    stands beside the ``.bin`` of another run.
+    Both are written under temporary names, are whole after :meth:`finish`, and take their own in
+    :meth:`commit`; leaving the ``with`` block without it removes them. The old index goes first, so
+    that at no time an index stands beside the ``.bin`` of another run.
 
     Args:
         prefix: path without ending.
@@ -63,16 +63,19 @@ class IndexedWriter:
         """Append all documents of another pair of files of the same type."""
         self._builder.add_index(prefix)
 
-    def commit(self) -> None:
-        """Give the files their names.
+    def finish(self) -> None:
+        """Write what is missing: the disk has all of both files then.
 
         Raises:
-            OSError: such as a full disk; nothing has changed then.
+            OSError: such as a full disk.
         """
         self._builder.finalize(self._temporary + ".idx")
         for ending in (".bin", ".idx"):
             with open(self._temporary + ending, "rb") as stream:
                 os.fsync(stream.fileno())
+
+    def commit(self) -> None:
+        """Give the finished files their names."""
         Path(self.prefix + ".idx").unlink(missing_ok=True)
         os.replace(self._temporary + ".bin", self.prefix + ".bin")
         os.replace(self._temporary + ".idx", self.prefix + ".idx")

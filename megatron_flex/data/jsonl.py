@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import glob
 import gzip
 import json
+import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -12,7 +14,7 @@ from typing import Any
 
 from megatron_flex.data.errors import DataError
 
-_BOM = b"\xef\xbb\xbf"
+BOM = b"\xef\xbb\xbf"
 _ROWS = 1024  # of a Parquet file, read at once
 
 # Repaired: the line is used all the same.
@@ -47,6 +49,18 @@ class ParsedLine:
     notes: tuple[str, ...]
 
 
+def files_of(pattern: str) -> list[str]:
+    """The files of ``--input``, which is a pattern, or the path of a file.
+
+    Raises:
+        DataError: there is none.
+    """
+    found = sorted(glob.glob(pattern)) or [pattern]
+    if not Path(found[0]).exists():
+        raise DataError(f"--input {pattern}: no such file")
+    return found
+
+
 def read_lines(
     path: str, flag: str = "--input", *, line_by_line: bool = False
 ) -> Iterator[RawLine]:
@@ -70,7 +84,7 @@ def read_lines(
         if whole and (content := _whole(path)) is not None:
             yield RawLine(path, 1, content, Path(path).stat().st_size)
             return
-    except (OSError, EOFError, ValueError, RecursionError) as error:
+    except (OSError, EOFError, zlib.error, ValueError, RecursionError) as error:
         raise DataError(f"{flag} {path}: cannot read it: {error}") from error
     try:
         with (
@@ -79,7 +93,7 @@ def read_lines(
         ):
             for number, content in enumerate(stream, start=1):
                 yield RawLine(path, number, content, disk.tell())
-    except (OSError, EOFError) as error:
+    except (OSError, EOFError, zlib.error) as error:
         raise DataError(f"{flag} {path}: cannot read it: {error}") from error
 
 
@@ -88,16 +102,16 @@ def _whole(path: str) -> bytes | None:
     content = Path(path).read_bytes()
     if path.endswith(".gz"):
         content = gzip.decompress(content)
-    if content.removeprefix(_BOM).lstrip().startswith(b"{"):
+    if content.removeprefix(BOM).lstrip().startswith(b"{"):
         return None
     # What is no UTF-8 becomes halves of surrogate pairs, which are noticed where it is parsed.
-    text = content.removeprefix(_BOM).decode("utf-8", "surrogateescape")
+    text = content.removeprefix(BOM).decode("utf-8", "surrogateescape")
     return json.dumps({"text": text.replace("\r\n", "\n")}).encode()
 
 
 def _is_array(path: str) -> bool:
     with Path(path).open("rb") as stream:
-        return stream.read(64).removeprefix(_BOM).lstrip().startswith(b"[")
+        return stream.read(64).removeprefix(BOM).lstrip().startswith(b"[")
 
 
 def _read_items(path: str) -> Iterator[RawLine]:
@@ -137,8 +151,8 @@ def read_record(
     ``first`` is true for a file's first line.
     """
     notes: list[str] = []
-    if first and content.startswith(_BOM):
-        content = content[len(_BOM) :]
+    if first and content.startswith(BOM):
+        content = content[len(BOM) :]
         notes.append(BYTE_ORDER_MARK)
     if content.endswith(b"\r\n"):
         notes.append(CRLF)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from array import array
 from collections import deque
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Collection, Generator, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed, wait
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
@@ -128,7 +128,7 @@ def preprocess(options: PreprocessOptions) -> Report:
         if not Path(path).is_file():
             raise DataError(f"--input {path}: no such file")
     if options.partitions == 1:
-        return _partition(options, None, 0, 0, threading.Event())
+        return _partition(options, None, 0, threading.Event())
     block = 0
     if options.keep_sequential_samples:
         total = sum(1 for path in options.inputs for _ in read_lines(path))
@@ -147,7 +147,7 @@ def _run_partitions(options: PreprocessOptions, block: int) -> Report:
     report, ended = Report(), threading.Event()
     with ThreadPoolExecutor(options.partitions) as pool:
         futures = [
-            pool.submit(_partition, options, number, number, block, ended)
+            pool.submit(_partition, options, number, block, ended)
             for number in range(options.partitions)
         ]
         try:
@@ -171,23 +171,26 @@ def _merge(options: PreprocessOptions, report: Report) -> Report:
         for key, writer in zip(options.encode.keys, writers, strict=True):
             for number in range(options.partitions):
                 writer.add_files(options.prefix(key, number))
-        for writer in writers:
-            writer.commit()
+        _commit(writers)
     return report
 
 
+def _commit(writers: Collection[IndexedWriter]) -> None:
+    """Give all files their names once all are whole: data sets of one run belong together."""
+    for writer in writers:
+        writer.finish()
+    for writer in writers:
+        writer.commit()
+
+
 def _partition(
-    options: PreprocessOptions,
-    partition: int | None,
-    number: int,
-    block: int,
-    ended: threading.Event,
+    options: PreprocessOptions, partition: int | None, block: int, ended: threading.Event
 ) -> Report:
     """Handle one share of the lines: every n-th, or the block of ``block`` lines.
 
-    Gives up where another has ``ended``.
+    ``partition`` is ``None`` where there is one only. Gives up where another has ``ended``.
     """
-    report = Report()
+    report, number = Report(), partition or 0
     size = sum(Path(path).stat().st_size for path in options.inputs)
     lines = _share(options, number, block)
     with ExitStack() as stack:
@@ -214,8 +217,7 @@ def _partition(
         bar.update(size - bar.n)
         if partition is None and not writers[options.encode.keys[0]].lengths:
             raise _nothing(report)
-        for writer in writers.values():
-            writer.commit()
+        _commit(writers.values())
     report.lengths = {key: writer.lengths for key, writer in writers.items()}
     return report
 

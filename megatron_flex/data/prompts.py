@@ -8,7 +8,7 @@ from typing import Any
 
 from megatron_flex.data.conversation import Unusable, read_question
 from megatron_flex.data.errors import DataError
-from megatron_flex.data.jsonl import NOT_UTF8, read_lines, read_record
+from megatron_flex.data.jsonl import BOM, NOT_UTF8, read_lines, read_record
 from megatron_flex.data.turns import Turns
 from megatron_flex.tokenizers.base import Tokenizer, TokenizerError
 from megatron_flex.tokenizers.chat_template import ChatTemplate, TemplateError, TemplateSource
@@ -93,12 +93,12 @@ def read_asked(path: str, flag: str) -> list[Asked]:
 
 def _asked(path: str, flag: str) -> Iterator[Asked]:
     for line in read_lines(path, flag, line_by_line=True):
-        content = line.content.strip()
+        content = line.content.removeprefix(BOM).strip()
         if not content:
             continue
         if not content.startswith(b"{"):
             try:
-                yield content.decode("utf-8-sig")
+                yield content.decode()
             except UnicodeDecodeError:
                 raise DataError(f"{flag} {path}, line {line.number}: {NOT_UTF8}") from None
             continue

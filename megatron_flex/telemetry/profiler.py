@@ -7,12 +7,16 @@ from typing import Any
 import torch
 
 from megatron_flex.config.profiling import ProfilingOptions
+from megatron_flex.telemetry.sink import TelemetryError
 
 
 class Profiler:
     """Call :meth:`before` at the start of each iteration, and :meth:`close` at the end of the run.
 
     PyTorch's profiler writes a trace that TensorBoard shows to ``directory``.
+
+    Raises:
+        TelemetryError: ranges are marked for nsys, and there is no CUDA.
     """
 
     def __init__(self, options: ProfilingOptions, rank: int, directory: str | None) -> None:
@@ -21,8 +25,7 @@ class Profiler:
         self._profiler: Any = None
         self._running = False
         if self._active and options.use_pytorch_profiler:
-            if directory is None:
-                raise ValueError("--use-pytorch-profiler writes to --tensorboard-dir: give that")
+            assert directory is not None, "arguments were checked"
             self._profiler = torch.profiler.profile(
                 on_trace_ready=torch.profiler.tensorboard_trace_handler(
                     directory, worker_name=f"rank{rank}"
@@ -30,8 +33,8 @@ class Profiler:
                 record_shapes=True,
             )
         elif self._active and not torch.cuda.is_available():
-            raise ValueError("--profile marks a range for nsys, which needs CUDA: add"
-                             " --use-pytorch-profiler")  # fmt: skip
+            raise TelemetryError("--profile marks a range for nsys, which needs CUDA: add"
+                                 " --use-pytorch-profiler")  # fmt: skip
 
     def before(self, iteration: int) -> None:
         """Start or stop; ``iteration`` is the number of iterations trained so far, as in

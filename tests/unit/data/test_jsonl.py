@@ -94,7 +94,9 @@ def test_a_text_file_is_one_document_unless_it_is_jsonl(tmp_path: Path, name: st
 def test_unreadable_files_are_named(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"--input .*none\.jsonl: cannot read it"):
         list(read_lines(str(tmp_path / "none.jsonl")))
-    damaged = tmp_path / "cut.gz"
-    damaged.write_bytes(gzip.compress(b"some text\n" * 1000)[:-20])
-    with pytest.raises(DataError, match=r"cut\.gz: cannot read it"):
-        list(read_lines(str(damaged)))
+    whole = gzip.compress(b"some text\n" * 1000)
+    for name in ("cut.gz", "cut.txt.gz"):
+        for content in (whole[:-20], whole[:10] + b"\xff" * 20 + whole[30:]):
+            (tmp_path / name).write_bytes(content)
+            with pytest.raises(DataError, match=rf"{name}: cannot read it"):
+                list(read_lines(str(tmp_path / name)))

@@ -122,5 +122,5 @@ def test_other_workers_and_runs_are_not_profiled(
 def test_marks_for_nsys_need_cuda() -> None:
     if torch.cuda.is_available():
         pytest.skip("there is CUDA")
-    with pytest.raises(ValueError, match="add --use-pytorch-profiler"):
+    with pytest.raises(TelemetryError, match="add --use-pytorch-profiler"):
         Profiler(profiling(use_pytorch_profiler=False), 0, None)

@@ -203,6 +203,8 @@ def test_a_prompt_is_a_line_whatever_the_files_name(tmp_path: Path) -> None:
         (tmp_path / name).write_text('one text\n\n{"text": "another"}\nand one more')
         found = read_asked(str(tmp_path / name), "--prompt-file")
         assert found == ["one text", "another", "and one more"]
+    (tmp_path / "marked").write_text('{"text": "after a mark"}\n', encoding="utf-8-sig")
+    assert read_asked(str(tmp_path / "marked"), "--prompt-file") == ["after a mark"]
 
 
 def test_models_and_tokenizers_that_do_not_fit_are_named(

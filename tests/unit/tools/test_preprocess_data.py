@@ -178,6 +178,20 @@ def test_a_full_disk_leaves_no_half_written_file(
     assert not list(tmp_path.glob("out*"))
 
 
+def test_a_pair_is_written_whole_or_stays_as_it_was(tmp_path: Path) -> None:
+    source = write(tmp_path / "[in].jsonl", [{"prompt": "1", "completion": "2 3"}])
+    words = ("--json-keys", "prompt", "completion")
+    assert run(source, tmp_path / "out", *words) == 0
+    written = {path.name: path.read_bytes() for path in tmp_path.glob("out*")}
+    assert len(written) == 4
+    write(Path(source), [{"prompt": "4", "completion": "5"}])
+    # The second index cannot be written, when all of the first data set has been.
+    os.mkdir(tmp_path / f"out_completion_document.part{os.getpid()}.idx")
+    assert run(source, tmp_path / "out", *words) == 1
+    left = {path.name: path.read_bytes() for path in tmp_path.glob("out*") if path.is_file()}
+    assert left == written
+
+
 def test_a_worker_that_dies_is_an_error_not_a_wait(tmp_path: Path) -> None:
     source = write(tmp_path / "in.jsonl", numbers(300))
     dying = PreprocessOptions(

@@ -135,6 +135,7 @@ def test_tests_and_files_that_are_not_python_are_left_out(tmp_path: Path) -> Non
 def test_a_directory_without_source_is_an_error(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    (tmp_path / "c.jsonl").write_text("an earlier one")
     assert main(["--output", str(tmp_path / "c.jsonl"), "--root", str(tmp_path / "no")]) == 1
     assert "no Python source below" in capsys.readouterr().err
-    assert not (tmp_path / "c.jsonl").exists()
+    assert (tmp_path / "c.jsonl").read_text() == "an earlier one"

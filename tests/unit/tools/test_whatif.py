@@ -15,9 +15,9 @@ from megatron_flex.cluster.cluster import load
 from megatron_flex.data.global_batch import GlobalBatch
 from megatron_flex.loop.assemble import assemble
 from megatron_flex.loop.cutting import run_cut
-from megatron_flex.loop.iteration import cost_coefficients
 from megatron_flex.planner.closed_form import closed_form_profile
 from megatron_flex.planner.dynapipe import dynapipe_of
+from megatron_flex.planner.flops import cost_coefficients
 from megatron_flex.simulator.batching import ByCut
 from megatron_flex.simulator.flags import static_flags
 from megatron_flex.simulator.presets import STATIC
@@ -152,7 +152,9 @@ def test_batches_of_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     lines = (tmp_path / "out" / "megatron-pad.jsonl").read_text().splitlines()[1:]
     assert [json.loads(line)["tokens"] for line in lines] == [1000, 400, 1000]
     args = whatif.parser().parse_args([*small, *words])
-    assert "--global-batch-size 2 " in whatif.command(args, None, [], [])
+    assert "pretrain_gpt.py --global-batch-size 2 " in whatif.command(args, None, [], [])
+    args.model = "bert-24"
+    assert " pretrain_bert.py " in whatif.command(args, None, [], [])
     file.write_text("500 0\n")
     assert simulate.main([*small, *words]) == 1
     assert "line 1: expected lengths of at least 1" in capsys.readouterr().err

@@ -14,7 +14,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from megatron_flex.checkpoint.errors import CheckpointError
-from megatron_flex.checkpoint.layout import TRACKER
+from megatron_flex.checkpoint.layout import TRACKER, write_synced
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -148,7 +148,7 @@ def write_shards(
             "metadata": {"total_size": total},
             "weight_map": {name: shard.file for shard in shards for name in shard.forms},
         }
-        (directory / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+        write_synced(directory / INDEX, (json.dumps(index, indent=2) + "\n").encode())
 
 
 def _header(forms: Mapping[str, torch.Tensor]) -> bytes:
