@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import os
-import resource
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, cast
@@ -21,6 +19,7 @@ from megatron_flex.checkpoint.load import load
 from megatron_flex.checkpoint.ranks import Ranks
 from megatron_flex.checkpoint.save import check_writable, save
 from tests.distributed.pool import WorkerPool
+from tests.unit.disk import file_size_limit
 
 SLABS = 7
 MODEL = {"hidden_size": 4}
@@ -75,16 +74,6 @@ def _outcome(action: Callable[[], object]) -> tuple[str, float]:
     return "", time.monotonic() - start
 
 
-@contextmanager
-def _file_size_limit(size: int) -> Iterator[None]:
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-
-
 def test_three_ranks_on_an_uneven_plan_save_and_any_number_load(
     workers: WorkerPool, tmp_path: Path
 ) -> None:
@@ -123,7 +112,7 @@ def test_only_the_group_that_was_passed_takes_part(workers: WorkerPool, tmp_path
 def _fail_to_write(directory: str, culprit: int) -> tuple[str, float]:
     group, rank = new_group(), dist.get_rank()
     save(directory, 1, state_of([rank], 1), {"iteration": 1, "model": MODEL}, group=group)
-    with _file_size_limit(500 if rank == culprit else -1):
+    with file_size_limit(500 if rank == culprit else -1):
         return _outcome(lambda: save(directory, 2, state_of([rank], 2), {}, group=group))
 
 

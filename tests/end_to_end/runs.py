@@ -181,11 +181,9 @@ def assert_same(actual: Run, expected: Run, start: int = 0) -> None:
     assert actual.updates == expected.updates
 
 
-def write_documents(
-    prefix: Path, count: int = 50, longest: int = 60, vocabulary: int = VOCABULARY
-) -> str:
+def write_documents(prefix: Path, count: int = 50, longest: int = 60) -> str:
     """A data set of ``count`` documents of very different lengths, two tokens and more."""
     rng = np.random.default_rng(count)
     lengths = rng.integers(2, longest, count)
     prefix.parent.mkdir(parents=True, exist_ok=True)
-    return write_flat(prefix, [rng.integers(0, vocabulary, n).tolist() for n in lengths])
+    return write_flat(prefix, [rng.integers(0, VOCABULARY, n).tolist() for n in lengths])

@@ -32,7 +32,7 @@ from megatron_flex.schedule.shards import sharded_slabs
 
 
 def device_peaks(
-    footprint: Footprint, program: Program, device: int, sliced: Sequence[int] = ()
+    footprint: Footprint, program: Program, device: int, sliced: Sequence[int]
 ) -> tuple[float, float]:
     """As :meth:`megatron_flex.planner.footprint.Footprint.device`."""
     return _Replay(footprint, program, device, sliced).run()
@@ -44,7 +44,7 @@ def highest(lines: Lines, tokens: float) -> float:
 
 
 def highest_slice(
-    lines: SliceLines, tokens: float, sliced: float, begun: float = 0.0, ended: float = 0.0
+    lines: SliceLines, tokens: float, sliced: float, begun: float, ended: float = 0.0
 ) -> float:
     """Bytes where each unit that begins takes ``begun`` and then gives up ``ended``."""
     return max(

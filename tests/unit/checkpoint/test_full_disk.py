@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import os
-import resource
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -19,6 +16,7 @@ from megatron_flex.checkpoint.async_save import AsyncSaver
 from megatron_flex.checkpoint.errors import CheckpointError
 from megatron_flex.checkpoint.load import load
 from megatron_flex.checkpoint.save import save
+from tests.unit.disk import file_size_limit
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -79,24 +77,13 @@ def _tensors(iteration: int) -> dict[str, torch.Tensor]:
     return {f"w{n}": torch.full((64, 1024), float(iteration)) for n in range(4)}
 
 
-@contextmanager
-def _file_size_limit(size: int) -> Iterator[None]:
-    """The system refuses to let a file of this process grow beyond ``size`` bytes."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-
-
 @pytest.mark.parametrize("size", [0, 100, 100_000, 1_000_000])
 def test_a_write_that_fails_part_way_leaves_the_previous_checkpoint(
     tmp_path: Path, size: int
 ) -> None:
     save(tmp_path, 1, _tensors(1), {"iteration": 1}, group=None)
     names = sorted(os.listdir(tmp_path))
-    with _file_size_limit(size), pytest.raises(CheckpointError, match="limit is reached"):
+    with file_size_limit(size), pytest.raises(CheckpointError, match="limit is reached"):
         save(tmp_path, 2, _tensors(2), {"iteration": 2}, group=None)
     assert sorted(os.listdir(tmp_path)) == names
     target = _tensors(0)
@@ -108,7 +95,7 @@ def test_a_write_that_fails_part_way_leaves_the_previous_checkpoint(
 
 def test_an_asynchronous_save_that_fails_raises_later_and_the_next_succeeds(tmp_path: Path) -> None:
     saver = AsyncSaver(tmp_path, group=None)
-    with _file_size_limit(1000):
+    with file_size_limit(1000):
         saver.start(1, _tensors(1), {})
         while saver.running:
             time.sleep(0.01)

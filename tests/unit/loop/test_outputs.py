@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import resource
 from pathlib import Path
 
 import pytest
@@ -11,6 +10,7 @@ import pytest
 from megatron_flex.loop.outputs import check_outputs
 from megatron_flex.telemetry.sink import TelemetryError
 from tests.unit.config.commands import config
+from tests.unit.disk import file_size_limit
 
 FILES = ["--log-file", "--log-jsonl", "--flexpipe-record", "--flexpipe-trace"]
 
@@ -37,12 +37,8 @@ def test_a_directory_that_cannot_be_made_is_said(flag: str, tmp_path: Path) -> N
 
 @pytest.mark.parametrize("flag", [*FILES, "--tensorboard-dir"])
 def test_a_full_disk_is_said(flag: str, tmp_path: Path) -> None:
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))  # as a full disk, for this process
-    try:
+    with file_size_limit(100):
         said = refusal(flag, tmp_path / "log")
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert "cannot be written: File too large; give a path with write permission and space" in said
     assert [name for _, _, names in os.walk(tmp_path) for name in names] == []
 

@@ -12,14 +12,14 @@ from megatron_flex.data.global_batch import GlobalBatch
 from megatron_flex.data.microbatches import CostCoefficients, cut_by_tokens
 from megatron_flex.data.mock import mixture_lengths
 from megatron_flex.model.config import ModelConfig
-from megatron_flex.planner.build import Batch, ModelCosts
+from megatron_flex.planner.build import Batch
 from megatron_flex.planner.closed_form import closed_form_profile
 from megatron_flex.planner.options import PlannerOptions
 from megatron_flex.planner.plan import Plan, Stage
 from megatron_flex.planner.planner import Planner
 
 
-def small_model(layers: int = 6, tied: bool = True, **changes: Any) -> ModelConfig:
+def small_model(layers: int = 6, **changes: Any) -> ModelConfig:
     """A GPT of a few layers with an output head worth more than a layer."""
     config = ModelConfig(
         num_layers=layers,
@@ -31,7 +31,6 @@ def small_model(layers: int = 6, tied: bool = True, **changes: Any) -> ModelConf
         ffn_hidden_size=4096,
         kv_channels=64,
         num_query_groups=16,
-        untie_embeddings_and_output_weights=not tied,
         params_dtype="bfloat16",
     )
     return replace(config, **changes)
@@ -64,11 +63,6 @@ def small_planner(
     cluster = small_cluster(devices, memory)
     given = {"schedule": "zb-h1", "simulations": 0, **options}
     return Planner(config, closed_form_profile(config, cluster), cluster, PlannerOptions(**given))
-
-
-def costs_of(planner: Planner) -> ModelCosts:
-    """Costs of single units."""
-    return planner.units
 
 
 def random_plan(r: np.random.Generator, units: int, devices: int, shuffle: bool = True) -> Plan:

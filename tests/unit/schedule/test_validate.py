@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import pytest
 from hypothesis import event, given, settings
@@ -35,6 +33,7 @@ from megatron_flex.schedule.list_scheduler import policy
 from megatron_flex.schedule.validate import ProgramError, validate
 from tests.unit.schedule.building import build
 from tests.unit.schedule.strategies import SEEDS, Case, cases, random_case
+from tests.unit.schedule.switches import edited, find, moved, put, without
 
 LAYERS = LayerList(3, tied=True)
 #: Uneven degrees, a V of stages 0 and 2, tied embeddings on devices 0, 1 and 3, device 4 idle.
@@ -49,47 +48,12 @@ def program(name: str = "zb", plan: Plan = PLAN) -> Program:
     return built
 
 
-def find(
-    given: Program, kind: type[Instruction], nth: int = 0, **fields: Any
-) -> tuple[int, int, Any]:
-    """Device, step and value of the ``nth`` instruction of a kind with these fields."""
-    hits = [
-        (device, step, instruction)
-        for device, steps in enumerate(given.instructions)
-        for step, instruction in enumerate(steps)
-        if type(instruction) is kind
-        and all(getattr(instruction, key) == value for key, value in fields.items())
-    ]
-    return hits[nth]
-
-
-def edited(given: Program, device: int, change: Callable[[list[Instruction]], Any]) -> Program:
-    steps = list(given.instructions[device])
-    change(steps)
-    lists = list(given.instructions)
-    lists[device] = tuple(steps)
-    return replace(given, instructions=tuple(lists))
-
-
-def without(given: Program, device: int, step: int) -> Program:
-    return edited(given, device, lambda steps: steps.pop(step))
-
-
 def doubled(given: Program, device: int, step: int) -> Program:
     return edited(given, device, lambda steps: steps.insert(step + 1, steps[step]))
 
 
 def _put_first(instruction: Instruction, steps: list[Instruction]) -> None:
     steps.insert(0, instruction)
-
-
-def put(given: Program, device: int, step: int, instruction: Instruction) -> Program:
-    """Replace one instruction."""
-    return edited(given, device, lambda steps: steps.__setitem__(step, instruction))
-
-
-def moved(given: Program, device: int, step: int, to: int) -> Program:
-    return edited(given, device, lambda steps: steps.insert(to, steps.pop(step)))
 
 
 def refused(broken: Program, message: str) -> ProgramError:

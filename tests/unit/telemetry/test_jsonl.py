@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import math
 import os
@@ -229,17 +228,7 @@ def test_a_line_that_fits_in_part_only_is_one_clear_error(
     sink = JsonlSink(tmp_path / "log.jsonl")
     sink.iteration(record(1))
     before = (tmp_path / "log.jsonl").read_bytes()
-    # As the system does where the rest of the disk is smaller than the line.
-    write_all, left = os.write, [25]
-
-    def write_some(file: int, data: bytes) -> int:
-        if not left[0]:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        size = write_all(file, data[: left[0]])
-        left[0] -= size
-        return size
-
-    monkeypatch.setattr(os, "write", write_some)
+    left = disk.fill(monkeypatch, 25)
     with pytest.raises(TelemetryError, match="cannot be written: No space left on device"):
         sink.iteration(record(2))
     assert left == [0]

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import errno
 import importlib.util
-import os
 import re
 import sys
 from pathlib import Path
@@ -17,6 +15,7 @@ from megatron_flex.arguments import dump
 from megatron_flex.telemetry.jsonl import read
 from megatron_flex.telemetry.recorder import open_recorder
 from megatron_flex.telemetry.sink import TelemetryError
+from tests.unit import disk
 from tests.unit.config.commands import config
 from tests.unit.telemetry.records import record, validation
 from tests.unit.telemetry.test_tensorboard import series
@@ -114,17 +113,7 @@ def test_a_disk_that_fills_up_costs_the_logs_and_not_the_run(
     recorder = open_recorder(c, echo=lines.append)
     recorder.note(dump(c))
     recorder.iteration(record(1))
-    left = [limit]
-    write_all = os.write
-
-    def write_some(file: int, data: bytes) -> int:
-        if not left[0]:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        size = write_all(file, data[: left[0]])
-        left[0] -= size
-        return size
-
-    monkeypatch.setattr(os, "write", write_some)
+    disk.fill(monkeypatch, limit)
     for k in range(2, 6):
         recorder.iteration(record(k))
     monkeypatch.undo()
