@@ -127,7 +127,7 @@ def runs(iterations: int) -> list[Run]:
         where = setting(name, load(f"a100x{PAPER_DEVICES[name]}"))
         span = Span(Mixture(SAMPLES, longest=longest), iterations)
         preset = replace(PLANNED["hbsa"], switch=way)
-        run = PlannedRun(where, span, preset, lambda: None)
+        run = PlannedRun(where, span, preset)
         found.append(Run(name, longest, way, Summary.of([run.step(k) for k in range(iterations)])))
     return found
 

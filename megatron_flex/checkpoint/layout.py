@@ -225,6 +225,24 @@ def publish(temporary: Path, iteration: int) -> Path:
     return final
 
 
+@contextmanager
+def writing(directory: Path, iteration: int) -> Iterator[Path]:
+    """A directory for one process to write a checkpoint to; it is published at the block's end.
+
+    It goes where the block fails.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    with locked(directory):
+        remove_leftovers(directory)
+        temporary = create_temporary(directory, iteration)
+        try:
+            yield temporary
+            publish(temporary, iteration)
+        except BaseException:
+            shutil.rmtree(temporary, ignore_errors=True)
+            raise
+
+
 def discard(path: Path) -> None:
     """Delete a named checkpoint; it loses its name first, in one step."""
     trash = path.parent / f".trash-{path.name}-{secrets.token_hex(4)}"

@@ -29,11 +29,6 @@ class LoadOptions:
     exit_on_missing_checkpoint: bool = False
 
     @property
-    def resumes(self) -> bool:
-        """Whether iteration, data position and counters are taken from the checkpoint."""
-        return not self.finetune
-
-    @property
     def optimizer(self) -> bool:
         """Whether optimizer state is taken from the checkpoint."""
         return self.load_optim and not self.finetune

@@ -10,7 +10,7 @@ from megatron_flex.data.documents import Documents
 from megatron_flex.data.errors import DataError
 from megatron_flex.data.keyed import IntArray, below, bits, derive
 from megatron_flex.data.masking import BertVocabulary, choose, mask_counts, replace
-from megatron_flex.data.samples import Overlong, Row, Selection, select
+from megatron_flex.data.samples import Overlong, Row, select
 
 _LEAST = 4  # tokens that a sample must have room for where documents are divided: each has two then
 _PURPOSE = 5  # keeps this use of the seed apart from all others
@@ -64,14 +64,9 @@ class BertSamples:
                 f"--max-sample-length {max_length} leaves no room for text beside"
                 f" {self._specials} special tokens"
             )
-        self._selection = select(
+        self.selection = select(
             documents.name, start, stop, self._measure, max_length, overlong, divide=self._divide
         )
-
-    @property
-    def selection(self) -> Selection:
-        """Which documents are samples, and what was left out."""
-        return self._selection
 
     @property
     def num_losses(self) -> int:
@@ -98,7 +93,7 @@ class BertSamples:
             DataError: ``[start, stop)`` is not the whole sample: attention goes both ways, so a
                 sample cannot be cut to slices.
         """
-        document = int(self._selection.documents(np.array([index]))[0])
+        document = int(self.selection.documents(np.array([index]))[0])
         key = derive(self._seed, _PURPOSE, number)
         (first,), (last,) = (a.tolist() for a in self._places(np.array([index])))
         segments, swapped = self._segments(document, first, last, key)
@@ -136,11 +131,11 @@ class BertSamples:
 
     def _places(self, index: IntArray) -> tuple[IntArray, IntArray]:
         """First token of each sample in its document, and one after the last; before it is cut."""
-        documents = self._selection.documents(index)
+        documents = self.selection.documents(index)
         tokens = self._documents.lengths(documents)
         if not self._split:
             return np.zeros_like(tokens), tokens
-        parts, (number, _) = self._selection.parts(index), self._divide(documents)
+        parts, (number, _) = self.selection.parts(index), self._divide(documents)
         return parts * tokens // number, (parts + 1) * tokens // number
 
     def _segments(

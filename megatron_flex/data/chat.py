@@ -11,7 +11,7 @@ import numpy as np
 from megatron_flex.data.documents import Documents
 from megatron_flex.data.errors import DataError
 from megatron_flex.data.keyed import IntArray
-from megatron_flex.data.samples import Overlong, Row, Selection, select
+from megatron_flex.data.samples import Overlong, Row, select
 
 _PIECE = 1 << 18  # documents looked at a time: bounds scratch memory
 _NONE = np.iinfo(np.int64).max
@@ -49,30 +49,25 @@ class ChatSamples:
                 " are written by tools/preprocess_data.py --sample-format chat, into"
                 " {prefix}_chat_document"
             )
-        self._selection = select(
+        self.selection = select(
             documents.name, start, stop, self._measure, max_length, overlong,
             divide=None, may_lose_targets=cut,
             remaining=lambda documents: self._upto(documents, self._limit)[0],
         )  # fmt: skip
 
-    @property
-    def selection(self) -> Selection:
-        """Which documents are samples, and what was left out."""
-        return self._selection
-
     def lengths(self, index: IntArray) -> IntArray:
         """Input tokens of each sample, ``[n]`` int64."""
-        return self._upto(self._selection.documents(index), self._limit)[0]
+        return self._upto(self.selection.documents(index), self._limit)[0]
 
     def loss_tokens(self, index: IntArray) -> IntArray:
         """Tokens that count and are labels, ``[n, 1]`` int64."""
-        return self._upto(self._selection.documents(index), self._limit)[1][:, None]
+        return self._upto(self.selection.documents(index), self._limit)[1][:, None]
 
     def read(
         self, index: int, number: int, start: int, stop: int, *, inputs: bool, targets: bool
     ) -> Row:
         """Tokens ``[start, stop)`` of a sample and their targets (``number`` plays no part)."""
-        document = int(self._selection.documents(np.array([index]))[0])
+        document = int(self.selection.documents(np.array([index]))[0])
         if not targets:
             return Row(tokens=self._documents.read(document, start, stop) if inputs else None)
         tokens = self._documents.read(document, start, stop + 1)

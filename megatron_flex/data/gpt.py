@@ -6,7 +6,7 @@ import numpy as np
 
 from megatron_flex.data.documents import Documents
 from megatron_flex.data.keyed import IntArray
-from megatron_flex.data.samples import Overlong, Row, Selection, select
+from megatron_flex.data.samples import Overlong, Row, select
 
 
 class GptSamples:
@@ -40,19 +40,14 @@ class GptSamples:
         self._documents = documents
         self._limit = int(np.iinfo(np.int64).max) if max_length is None else max_length
         stop = documents.num_documents if stop is None else stop
-        self._selection = select(
+        self.selection = select(
             documents.name, start, stop, self._measure, max_length, overlong, divide=self._divide
         )
 
-    @property
-    def selection(self) -> Selection:
-        """Which documents are samples, and what was left out."""
-        return self._selection
-
     def lengths(self, index: IntArray) -> IntArray:
         """Input tokens of each sample, ``[n]`` int64."""
-        lengths, _ = self._measure(self._selection.documents(index))
-        return np.minimum(lengths - self._selection.parts(index) * self._limit, self._limit)
+        lengths, _ = self._measure(self.selection.documents(index))
+        return np.minimum(lengths - self.selection.parts(index) * self._limit, self._limit)
 
     def loss_tokens(self, index: IntArray) -> IntArray:
         """Targets of each sample, ``[n, 1]`` int64: every input token has one."""
@@ -63,8 +58,8 @@ class GptSamples:
     ) -> Row:
         """Tokens ``[start, stop)`` of a sample and their targets (``number`` plays no part)."""
         where = np.array([index])
-        document = int(self._selection.documents(where)[0])
-        begin = int(self._selection.parts(where)[0]) * self._limit
+        document = int(self.selection.documents(where)[0])
+        begin = int(self.selection.parts(where)[0]) * self._limit
         start, stop = start + begin, stop + begin
         if not targets:
             return Row(tokens=self._documents.read(document, start, stop) if inputs else None)

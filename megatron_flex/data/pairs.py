@@ -12,7 +12,7 @@ import numpy as np
 from megatron_flex.data.documents import Documents
 from megatron_flex.data.errors import DataError
 from megatron_flex.data.keyed import IntArray
-from megatron_flex.data.samples import Overlong, Row, Selection, select
+from megatron_flex.data.samples import Overlong, Row, select
 
 _LOOKED_AT = 1000  # prompts whose last token is read
 
@@ -52,15 +52,10 @@ class PairSamples:
         self._split = overlong is Overlong.SPLIT
         stop = prompts.num_documents if stop is None else stop
         name = f"{prompts.name} + {completions.name}"
-        self._selection = select(
+        self.selection = select(
             name, start, stop, self._measure, max_length, overlong, divide=self._divide,
             may_lose_targets=self._cut,
         )  # fmt: skip
-
-    @property
-    def selection(self) -> Selection:
-        """Which documents are samples, and what was left out."""
-        return self._selection
 
     def lengths(self, index: IntArray) -> IntArray:
         """Input tokens of each sample, ``[n]`` int64."""
@@ -77,7 +72,7 @@ class PairSamples:
         self, index: int, number: int, start: int, stop: int, *, inputs: bool, targets: bool
     ) -> Row:
         """Tokens ``[start, stop)`` of a sample and their targets (``number`` plays no part)."""
-        document = int(self._selection.documents(np.array([index]))[0])
+        document = int(self.selection.documents(np.array([index]))[0])
         (begin,), _, (prompt,) = (a.tolist() for a in self._places(np.array([index])))
         start, stop = start + begin, stop + begin
         end = stop + 1 if targets else stop
@@ -99,9 +94,9 @@ class PairSamples:
 
     def ended_prompts(self, eod: int) -> str | None:
         """A sentence if prompts end in the end token ``eod``, by a look at some of them."""
-        count = min(_LOOKED_AT, self._selection.size)
-        index = np.unique(np.linspace(0, self._selection.size - 1, count).astype(np.int64))
-        documents = self._selection.documents(index)
+        count = min(_LOOKED_AT, self.selection.size)
+        index = np.unique(np.linspace(0, self.selection.size - 1, count).astype(np.int64))
+        documents = self.selection.documents(index)
         lengths = self._prompts.lengths(documents)
         ended = sum(
             int(self._prompts.read(document, length - 1, length)[0]) == eod
@@ -119,10 +114,10 @@ class PairSamples:
     def _places(self, index: IntArray) -> tuple[IntArray, IntArray, IntArray]:
         """For each sample: first input and one after the last, counted in the whole pair; and the
         tokens of the prompt."""
-        documents = self._selection.documents(index)
+        documents = self.selection.documents(index)
         lengths, _ = self._measure(documents)
         prompts = self._prompts.lengths(documents)
-        starts = self._selection.parts(index) * self._limit
+        starts = self.selection.parts(index) * self._limit
         if self._split:
             starts += self._without(documents)
         return starts, np.minimum(lengths, starts + self._limit), prompts

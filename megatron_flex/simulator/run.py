@@ -5,7 +5,7 @@ Nothing depends on clocks or on chance: the same arguments give the same records
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -110,18 +110,16 @@ class Simulation(Protocol):
         """Go on as after :meth:`state`."""
 
 
-def open_simulation(
-    name: str, setting: Setting, span: Span, progress: Callable[[], object] = lambda: None
-) -> Simulation:
+def open_simulation(name: str, setting: Setting, span: Span) -> Simulation:
     """The simulation of a configuration by name.
 
     Raises:
         ValueError: there is no such configuration, or nothing fits.
     """
     if name in STATIC:
-        return StaticRun(setting, span, STATIC[name], progress)
+        return StaticRun(setting, span, STATIC[name])
     if name in PLANNED:
-        return PlannedRun(setting, span, PLANNED[name], progress)
+        return PlannedRun(setting, span, PLANNED[name])
     raise ValueError(
         f"no configuration is named '{name}'; there are {', '.join((*PLANNED, *STATIC))}"
     )
@@ -130,12 +128,10 @@ def open_simulation(
 class StaticRun:
     """A plan that stays."""
 
-    def __init__(
-        self, setting: Setting, span: Span, preset: Static, progress: Callable[[], object]
-    ) -> None:
+    def __init__(self, setting: Setting, span: Span, preset: Static) -> None:
         self._setting = setting
         self._span = span
-        self.tuned = tuned(setting, span, preset, progress)
+        self.tuned = tuned(setting, span, preset)
 
     @property
     def about(self) -> str:
@@ -170,20 +166,16 @@ class StaticRun:
         """See :class:`Simulation`."""
 
 
-def tuned(
-    setting: Setting, span: Span, preset: Static, progress: Callable[[], object] = lambda: None
-) -> Tuned:
+def tuned(setting: Setting, span: Span, preset: Static) -> Tuned:
     """The best static plan of a preset for a span of batches."""
     sample = span.sample
-    return tune(preset.runners(setting, sample), sample, span.worst, progress)
+    return tune(preset.runners(setting, sample), sample, span.worst)
 
 
 class PlannedRun:
     """A planner decides before every iteration, with what it knows of the ones before."""
 
-    def __init__(
-        self, setting: Setting, span: Span, preset: Planned, progress: Callable[[], object]
-    ) -> None:
+    def __init__(self, setting: Setting, span: Span, preset: Planned) -> None:
         self._setting = setting
         self._span = span
         self._preset = preset
@@ -197,7 +189,7 @@ class PlannedRun:
         self._hbsa = Hbsa(self._planner, *self._totals)
         self._lookahead: Lookahead | None = None
         if chosen.planner == "lookahead":
-            self._lookahead = Lookahead(self._planner, self._static(progress), self._hbsa)
+            self._lookahead = Lookahead(self._planner, self._static(), self._hbsa)
 
     @property
     def _totals(self) -> tuple[PeakFit | None, float | None]:
@@ -206,11 +198,11 @@ class PlannedRun:
         fit = PAPER_PEAKS.get((config.num_layers, config.hidden_size))
         return (fit, PAPER_MEMORY) if self._preset.paper and fit else (None, None)
 
-    def _static(self, progress: Callable[[], object]) -> Plan:
+    def _static(self) -> Plan:
         """The plan that windows end with."""
         if self._preset.tuned:
             preset = one_plan(self._setting, self._preset)
-            return Plan(tuned(self._setting, self._span, preset, progress).plan.stages)
+            return Plan(tuned(self._setting, self._span, preset).plan.stages)
         window = [self._ways(k) for k in range(self._planner.options.lookahead)]
         return self._planner.best_static(window)
 
@@ -238,7 +230,6 @@ class PlannedRun:
         """See :class:`Simulation`."""
         lengths = self._span.source.batch(number)
         decision = self._decide(number, lengths)
-        batch = self._finder(number).pricers[decision.micro_batching].batch
         pricer = self._finder(number).pricers[decision.micro_batching]
         outcome, besides = self._outcome(decision, pricer)
         stall = 0.0
@@ -247,7 +238,7 @@ class PlannedRun:
                 self._planner.units, self._running, decision.plan, self._preset.switch
             )
         record = record_of(
-            self._setting, number, lengths, decision.plan, batch, outcome,
+            self._setting, number, lengths, decision.plan, pricer.batch, outcome,
             swap=besides, stall=stall, decision=decision, switched=self._switched(decision.plan),
             whole=whole(self._span.source, number),
         )  # fmt: skip

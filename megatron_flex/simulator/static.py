@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from megatron_flex.planner.build import Batch, ModelCosts
@@ -226,16 +226,8 @@ class _Entry:
     settled: OPlan | None
 
 
-def tune(
-    runners: Sequence[Runner],
-    sample: Sequence[Lengths],
-    worst: Sequence[Lengths],
-    progress: Callable[[], object] = lambda: None,
-) -> Tuned:
+def tune(runners: Sequence[Runner], sample: Sequence[Lengths], worst: Sequence[Lengths]) -> Tuned:
     """The best combination over the sample that fits ``worst``, too.
-
-    Args:
-        progress: called after every runner.
 
     Raises:
         PlanError: nothing fits.
@@ -248,7 +240,6 @@ def tune(
             if all(math.isfinite(seconds) for seconds, _ in priced):
                 settled = None if runner.variant.adaptive else _union([o for _, o in priced])
                 entries.append(_Entry(total, runner, plan, settled))
-        progress()
     entries.sort(key=lambda e: e.seconds)
     best, least = None, math.inf
     for entry in entries:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import re
-import shutil
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -27,7 +26,6 @@ from megatron_flex.checkpoint.conversion.optimizer import written as write_optim
 from megatron_flex.checkpoint.conversion.shards import check_sizes, merge, split, stage_names
 from megatron_flex.checkpoint.conversion.weights import (
     OUTPUT_LAYER,
-    Training,
     Weights,
     parameters_in,
     state_name,
@@ -117,7 +115,7 @@ def read_legacy(
     training = None
     if optimizer and head.get("optimizer") is not None:
         try:
-            training = _training(head, arguments)
+            training = training_of(head["optimizer"], arguments, head)
             tensors |= _states(ranks, order, {n: t.dim() for n, t in tensors.items()}, config)
         except CheckpointError as error:
             say(f"{path}: the optimizer's state is left out: {error}")
@@ -135,13 +133,6 @@ def read_legacy(
         pipeline_size,
         training=training,
     )
-
-
-def _training(head: Mapping[str, Any], arguments: Namespace) -> Training:
-    schedule = head.get("opt_param_scheduler")
-    if not isinstance(schedule, dict):
-        raise CheckpointError("there is no opt_param_scheduler beside it")
-    return training_of(head["optimizer"], schedule, arguments, head)
 
 
 def _states(
@@ -190,36 +181,29 @@ def write_legacy(
     )
     arguments = megatron_arguments(weights, ckpt_format="torch")
     arguments.transformer_impl = "transformer_engine" if transformer_engine else "local"
-    directory.mkdir(parents=True, exist_ok=True)
-    with layout.locked(directory):
-        layout.remove_leftovers(directory)
-        temporary = layout.create_temporary(directory, weights.iteration)
-        try:
-            for stage in range(pipeline_parallel_size):
-                states = _stage_states(weights, stage, transformer_engine)
-                optimizers = _stage_optimizers(weights, stage, transformer_engine)
-                for rank, state in enumerate(states):
-                    suffix = f"_{stage:03d}" if pipeline_parallel_size > 1 else ""
-                    folder = temporary / f"mp_rank_{rank:02d}{suffix}"
-                    folder.mkdir()
-                    buffer = io.BytesIO()
-                    content = {
-                        "args": arguments,
-                        "checkpoint_version": 3.0,
-                        "iteration": weights.iteration,
-                        "model": state,
-                    }
-                    if (training := weights.training) is not None:
-                        content["optimizer"] = optimizers[rank]
-                        content["opt_param_scheduler"] = dict(training.schedule)
-                        content["num_floating_point_operations_so_far"] = training.flops
-                    torch.save(content, buffer)
-                    layout.write_synced(folder / FILE, buffer.getvalue())
-                    layout.sync_directory(folder)
-            return layout.publish(temporary, weights.iteration)
-        except BaseException:
-            shutil.rmtree(temporary, ignore_errors=True)
-            raise
+    with layout.writing(directory, weights.iteration) as temporary:
+        for stage in range(pipeline_parallel_size):
+            states = _stage_states(weights, stage, transformer_engine)
+            optimizers = _stage_optimizers(weights, stage, transformer_engine)
+            for rank, state in enumerate(states):
+                suffix = f"_{stage:03d}" if pipeline_parallel_size > 1 else ""
+                folder = temporary / f"mp_rank_{rank:02d}{suffix}"
+                folder.mkdir()
+                content = {
+                    "args": arguments,
+                    "checkpoint_version": 3.0,
+                    "iteration": weights.iteration,
+                    "model": state,
+                }
+                if (training := weights.training) is not None:
+                    content["optimizer"] = optimizers[rank]
+                    content["opt_param_scheduler"] = dict(training.schedule)
+                    content["num_floating_point_operations_so_far"] = training.flops
+                buffer = io.BytesIO()
+                torch.save(content, buffer)
+                layout.write_synced(folder / FILE, buffer.getvalue())
+                layout.sync_directory(folder)
+    return layout.locate(directory, weights.iteration)
 
 
 def _stage_states(

@@ -189,10 +189,11 @@ def steps_of(content: Any) -> int:
     return known.pop()
 
 
-def training_of(
-    content: Any, schedule: Mapping[str, Any], arguments: Namespace, head: Mapping[str, Any]
-) -> Training:
+def training_of(content: Any, arguments: Namespace, head: Mapping[str, Any]) -> Training:
     """Where a run of Megatron-LM stood; ``head`` is what its file has beside the optimizer."""
+    schedule = head.get("opt_param_scheduler")
+    if not isinstance(schedule, dict):
+        raise CheckpointError("there is no opt_param_scheduler beside it")
     plain = Training(0, {})
     return Training(
         steps_of(content),

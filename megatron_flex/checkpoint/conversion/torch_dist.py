@@ -6,7 +6,6 @@ from __future__ import annotations
 import io
 import json
 import re
-import shutil
 from argparse import Namespace
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -159,14 +158,11 @@ def read_torch_dist(
 def _training(
     common: Mapping[str, Any], arguments: Namespace, saved: Mapping[str, Any]
 ) -> Training:
-    schedule = common.get("opt_param_scheduler")
-    if not isinstance(schedule, dict):
-        raise CheckpointError("there is no opt_param_scheduler beside it")
     if not any(name.startswith(_STATE[0]) for name in saved):
         raise CheckpointError(
             "it is not by parameters (--dist-ckpt-optim-fully-reshardable saves it so)"
         )
-    return training_of(_inner(common["optimizer"]), schedule, arguments, common)
+    return training_of(_inner(common["optimizer"]), arguments, common)
 
 
 def _inner(optimizer: Any) -> Any:
@@ -179,11 +175,17 @@ def write_torch_dist(directory: Path, weights: Weights) -> Path:
     """Write a distributed checkpoint, which Megatron-LM loads on any layout, and the tracker."""
     check_known_to_core(weights.config)
     arguments = megatron_arguments(weights, ckpt_format="torch_dist")
-    directory.mkdir(parents=True, exist_ok=True)
-    with layout.locked(directory):
-        layout.remove_leftovers(directory)
-        temporary = layout.create_temporary(directory, weights.iteration)
-        try:
+    content = {"args": arguments, "checkpoint_version": 3.0, "iteration": weights.iteration}
+    if (training := weights.training) is not None:
+        inner = common_state(training)
+        mixed = weights.config.params_dtype != "float32"
+        content["optimizer"] = {"optimizer": inner} if mixed else inner
+        content["opt_param_scheduler"] = dict(training.schedule)
+        content["num_floating_point_operations_so_far"] = training.flops
+    buffer = io.BytesIO()
+    torch.save(content, buffer)
+    try:
+        with layout.writing(directory, weights.iteration) as temporary:
             with quiet(True):
                 dcp_save(
                     {**weights.tensors, **_extra_states(weights)},
@@ -191,28 +193,11 @@ def write_torch_dist(directory: Path, weights: Weights) -> Path:
                     planner=_Stacking(weights.config.num_layers),
                     no_dist=True,
                 )
-            buffer = io.BytesIO()
-            content = {
-                "args": arguments,
-                "checkpoint_version": 3.0,
-                "iteration": weights.iteration,
-            }
-            if (training := weights.training) is not None:
-                inner = common_state(training)
-                mixed = weights.config.params_dtype != "float32"
-                content["optimizer"] = {"optimizer": inner} if mixed else inner
-                content["opt_param_scheduler"] = dict(training.schedule)
-                content["num_floating_point_operations_so_far"] = training.flops
-            torch.save(content, buffer)
             layout.write_synced(temporary / COMMON, buffer.getvalue())
             layout.write_synced(temporary / "metadata.json", json.dumps(FORMAT).encode())
-            return layout.publish(temporary, weights.iteration)
-        except CheckpointException as error:
-            shutil.rmtree(temporary, ignore_errors=True)
-            raise unwrap(error, f"writing into {directory}") from error
-        except BaseException:
-            shutil.rmtree(temporary, ignore_errors=True)
-            raise
+    except CheckpointException as error:
+        raise unwrap(error, f"writing into {directory}") from error
+    return layout.locate(directory, weights.iteration)
 
 
 def _extra_states(weights: Weights) -> dict[str, None]:

@@ -16,25 +16,25 @@ NAMES = ["decoder.weight", "optimizer.state.exp_avg.decoder.weight"]
 
 def test_a_plain_load_takes_everything() -> None:
     options = LoadOptions()
-    assert (options.resumes, options.optimizer, options.rng) == (True, True, True)
+    assert (options.optimizer, options.rng) == (True, True)
     assert options.wanted(NAMES) == NAMES
 
 
 def test_finetuning_takes_the_weights_only() -> None:
     options = LoadOptions(finetune=True)
-    assert (options.resumes, options.optimizer, options.rng) == (False, False, False)
+    assert (options.optimizer, options.rng) == (False, False)
     assert options.wanted(NAMES) == NAMES[:1]
 
 
 def test_without_optimizer_the_position_still_resumes() -> None:
     options = LoadOptions(load_optim=False)
-    assert (options.resumes, options.optimizer, options.rng) == (True, False, True)
+    assert (options.optimizer, options.rng) == (False, True)
     assert options.wanted(NAMES) == NAMES[:1]
 
 
 def test_without_rng_all_else_resumes() -> None:
     options = LoadOptions(load_rng=False)
-    assert (options.resumes, options.optimizer, options.rng) == (True, True, False)
+    assert (options.optimizer, options.rng) == (True, False)
 
 
 def test_nothing_to_load_starts_from_scratch_unless_that_is_an_error(tmp_path: Path) -> None:

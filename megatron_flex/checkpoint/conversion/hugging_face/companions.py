@@ -10,7 +10,7 @@ import json
 import secrets
 import shutil
 from argparse import Namespace
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -187,21 +187,21 @@ def tokenizer_files(arguments: Namespace) -> tuple[dict[str, bytes], str]:
     return contents | made, ""
 
 
-def end_with_the_turn(directory: Path, say: Callable[[str], object]) -> None:
+def end_with_the_turn(directory: Path) -> None:
     """Have ``generation_config.json`` name the token that ends an answer, beside others.
 
-    Nothing is done where the chat template has none, which ``say`` gets a sentence about.
+    Nothing is done where the chat template has none; a sentence says so.
     """
     try:
         tokenizer = HuggingFaceTokenizer(str(directory))
         template = find_template(tokenizer, directory, None)
         end = Turns(ChatTemplate(template)).end if template.own else ""
     except TokenizerError as error:
-        say(f"{directory.name}: what ends an answer is not known: {error}")
+        print(f"what ends an answer is not known: {error}")
         return
     ids = tokenizer.encode(end)
     if len(ids) != 1:
-        say(
+        print(
             "the model was trained on conversations, and no single token ends an answer: stop"
             f" generation at {end!r}"
             if end

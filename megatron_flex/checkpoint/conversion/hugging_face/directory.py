@@ -210,7 +210,6 @@ def write_hugging_face(
     chat_template: Path | None = None,
     dtype: str | None = None,
     max_shard_size: int = MAX_SHARD_SIZE,
-    say: Callable[[str], object] = print,
 ) -> Path:
     """Write a directory that transformers loads, all or nothing.
 
@@ -225,7 +224,6 @@ def write_hugging_face(
             what is generated, as with any template of a model that was trained on conversations.
         dtype: ``float32``, ``bfloat16`` or ``float16``; ``None`` keeps the precision.
         max_shard_size: bytes.
-        say: gets a sentence about a tokenizer that transformers cannot have.
     """
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise CheckpointError(f"{directory} is not empty: give another --save-dir, or remove it")
@@ -269,14 +267,14 @@ def write_hugging_face(
             if family.model_type == "qwen2" and companions.TOKENIZER_CONFIG in files:
                 remark = remark or companions.NOT_QWEN
             if remark:
-                say(remark)
+                print(remark)
             for name, content in files.items():
                 layout.write_synced(temporary / name, content)
         layout.write_synced(temporary / companions.CONFIG, (text + "\n").encode())
         if chat_template is not None:
             layout.write_synced(temporary / companions.CHAT_TEMPLATE, chat_template.read_bytes())
         if chat_template or getattr(weights.arguments, "sample_format", None) == "chat":
-            companions.end_with_the_turn(temporary, say)
+            companions.end_with_the_turn(temporary)
         layout.sync_directory(temporary)
         os.rename(temporary, directory)
         layout.sync_directory(directory.absolute().parent)

@@ -103,7 +103,6 @@ class Family:
         read: from the fields to those of :class:`ModelConfig`, but for precision and vocabulary.
         write: the reverse: the fields that the configuration decides.
         fits: values that a configuration must have for this family.
-        free: fields of the configuration that decide others, so that any value fits.
     """
 
     model_type: str
@@ -311,11 +310,17 @@ def _read_gpt2(f: Fields) -> dict[str, Any]:
     }
 
 
-def _gpt2_fields(c: ModelConfig) -> dict[str, Any]:
+def _check_heads(c: ModelConfig, name: str) -> None:
     if c.kv_channels * c.num_attention_heads != c.hidden_size:
-        raise CheckpointError("GPT-2's heads are as wide as the model together: not --kv-channels")
+        raise CheckpointError(
+            f"{name}'s heads are as wide as the model together: not --kv-channels"
+        )
     if c.num_query_groups != c.num_attention_heads:
-        raise CheckpointError("GPT-2's heads have keys of their own: not --num-query-groups")
+        raise CheckpointError(f"{name}'s heads have keys of their own: not --num-query-groups")
+
+
+def _gpt2_fields(c: ModelConfig) -> dict[str, Any]:
+    _check_heads(c, "GPT-2")
     return {
         "n_layer": c.num_layers,
         "n_embd": c.hidden_size,
@@ -367,10 +372,7 @@ def _read_bert(f: Fields) -> dict[str, Any]:
 
 
 def _bert_fields(c: ModelConfig) -> dict[str, Any]:
-    if c.kv_channels * c.num_attention_heads != c.hidden_size:
-        raise CheckpointError("BERT's heads are as wide as the model together: not --kv-channels")
-    if c.num_query_groups != c.num_attention_heads:
-        raise CheckpointError("BERT's heads have keys of their own: not --num-query-groups")
+    _check_heads(c, "BERT")
     return {
         "num_hidden_layers": c.num_layers,
         "hidden_size": c.hidden_size,
