@@ -7,9 +7,10 @@ from megatron_flex.data.batches import BatchSource
 from megatron_flex.data.global_batch import GlobalBatch
 from megatron_flex.data.microbatch import MicroBatch
 from megatron_flex.loop.assemble import Parts
-from megatron_flex.loop.iteration import Iterations, cost_coefficients
+from megatron_flex.loop.iteration import Iterations
 from megatron_flex.loop.setup import planner_setup
 from megatron_flex.planner.build import Batch
+from megatron_flex.planner.flops import cost_coefficients
 from megatron_flex.planner.messages import Task
 from megatron_flex.planner.package import Received, unpack
 from megatron_flex.planner.plan import Plan

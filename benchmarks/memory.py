@@ -48,8 +48,8 @@ from megatron_flex.data.global_batch import GlobalBatch
 from megatron_flex.link_speed import host_link
 from megatron_flex.loop.assemble import Parts, assemble
 from megatron_flex.loop.cutting import run_cut
-from megatron_flex.loop.iteration import cost_coefficients
 from megatron_flex.planner.build import Batch
+from megatron_flex.planner.flops import cost_coefficients
 from megatron_flex.planner.limits import MARGIN
 from megatron_flex.planner.options import PlannerOptions
 from megatron_flex.planner.plan import OPlan, Plan

@@ -47,9 +47,9 @@ from megatron_flex.data.microbatch import MicroBatch, Slice
 from megatron_flex.data.packed import PackedBatch
 from megatron_flex.loop.assemble import assemble
 from megatron_flex.loop.cutting import run_cut
-from megatron_flex.loop.iteration import cost_coefficients
 from megatron_flex.model.blocks import build_block, decays
 from megatron_flex.model.config import ModelConfig
+from megatron_flex.planner.flops import cost_coefficients
 from megatron_flex.programs import build_program
 from megatron_flex.runtime.executor import Executor
 from megatron_flex.runtime.holdings import Holdings

@@ -42,8 +42,8 @@ from benchmarks.directed import Directed
 from megatron_flex.arguments import parse
 from megatron_flex.config.config import Config
 from megatron_flex.loop.assemble import Parts, assemble
-from megatron_flex.loop.iteration import cost_coefficients
 from megatron_flex.loop.setup import planner_setup
+from megatron_flex.planner.flops import cost_coefficients
 from megatron_flex.planner.messages import Question
 from megatron_flex.planner.plan import Plan
 from megatron_flex.planner.service import Service

@@ -10,9 +10,9 @@ from megatron_flex.config.config import Config
 from megatron_flex.data.cut import Cut
 from megatron_flex.loop.assemble import Parts
 from megatron_flex.loop.cutting import run_cut
-from megatron_flex.loop.iteration import cost_coefficients
 from megatron_flex.loop.setup import planner_setup
 from megatron_flex.planner.dynapipe import dynapipe_of
+from megatron_flex.planner.flops import cost_coefficients
 from megatron_flex.planner.messages import Question, Task
 from megatron_flex.planner.plan import Plan
 from megatron_flex.planner.service import Service

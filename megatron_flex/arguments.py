@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
-from megatron_flex.config.config import GROUPS, Architecture, Config, all_options
+from megatron_flex.config.config import GROUPS, Architecture, Config, all_options, flag_of
 from megatron_flex.config.derive import MODEL_FIELDS, OF_THE_RUN, derive
 from megatron_flex.config.flexpipe import V_SCHEDULES
 from megatron_flex.config.option import Option, options
@@ -53,10 +53,9 @@ class _Parser(argparse.ArgumentParser):
         raise ArgumentsError([message])
 
 
-def build_parser(prog: str | None = None) -> argparse.ArgumentParser:
+def build_parser() -> argparse.ArgumentParser:
     """The parser of all flags. Flags that are not given leave no attribute behind."""
     parser = _Parser(
-        prog=prog,
         allow_abbrev=False,
         argument_default=argparse.SUPPRESS,
         usage="%(prog)s [flags]",
@@ -293,12 +292,11 @@ def _from_checkpoint(given: Mapping[str, Any], saved: Mapping[str, Any]) -> dict
         for name in MODEL_FIELDS
         if name in saved and not (name in OF_THE_RUN and name in given)
     }
-    flags = {o.field: o.flag for o in all_options()}
     what, else_ = "checkpoint", ", or --use-checkpoint-args"
     if "load_hf" in given:
         what, else_ = "model", ""
     wrong = [
-        f"{flags[name]} is {given[name]}, but the {what} has {value}: remove the flag{else_}"
+        f"{flag_of(name)} is {given[name]}, but the {what} has {value}: remove the flag{else_}"
         for name, value in taken.items()
         if name in given and given[name] != value
     ]

@@ -41,7 +41,7 @@ def pretrain_main(architecture: Architecture) -> NoReturn:
         # make stays for good: no collection need look through it.
         gc.disable()
         from megatron_flex.loop.starting import convert_source
-        from megatron_flex.training import pretrain
+        from megatron_flex.pretrain import pretrain
 
         gc.freeze()
         gc.enable()

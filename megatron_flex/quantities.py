@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 
 def size(number: float) -> str:
     """Bytes in powers of ten: ``1.23 GB``, ``45.6 MB``, ``7.8 kB``, ``120 bytes``."""
@@ -30,3 +32,12 @@ def duration(seconds: float) -> str:
         if whole >= scale:
             return f"{whole // scale} {large} {whole % scale // part} {small}"
     return f"{whole} s"
+
+
+def memory_budget(gigabytes: float | None, flag: str) -> int | None:
+    """Bytes of what ``flag`` gives in units of 10^9; ``ValueError`` where that is no size."""
+    if gigabytes is None:
+        return None
+    if not 0.0 < gigabytes < math.inf:
+        raise ValueError(f"{flag} must be a finite number above 0, not {gigabytes}")
+    return round(gigabytes * 1e9)

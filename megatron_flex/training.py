@@ -17,51 +17,37 @@ from megatron_flex.data.errors import DataError
 from megatron_flex.data.global_batch import GlobalBatch
 from megatron_flex.data.microbatches import CostCoefficients
 from megatron_flex.learning_rate import LearningRateSchedule, ScheduleError
-from megatron_flex.loop.alike import of_the_files, of_the_flags
-from megatron_flex.loop.assemble import Parts, assemble
+from megatron_flex.loop.assemble import Parts
 from megatron_flex.loop.checkpointing import (
     Checkpoints,
     Restored,
-    resumed_coefficients,
-    resumed_iteration,
-    resumed_samples,
+    position_of,
 )
 from megatron_flex.loop.completions import complete_all
 from megatron_flex.loop.divergence import DivergedError, Divergence
 from megatron_flex.loop.evaluation import evaluate
-from megatron_flex.loop.host_copies import HostCopies, forget_host_copies
-from megatron_flex.loop.iteration import Iterations, cost_coefficients, tensor_of
+from megatron_flex.loop.host_copies import HostCopies
+from megatron_flex.loop.iteration import Iterations
+from megatron_flex.loop.layouts import Layouts
 from megatron_flex.loop.measures import (
-    MemoryMeasure,
-    StallMeter,
-    bubble,
     cut_of,
     lists_of,
     memory_ratio,
-    times_of,
 )
-from megatron_flex.loop.measuring import with_measured
-from megatron_flex.loop.memory import check_memory, memory_of_worker
-from megatron_flex.loop.open_plans import plans_change
-from megatron_flex.loop.opening import opening
-from megatron_flex.loop.outputs import check_outputs
-from megatron_flex.loop.plans import Choice
+from megatron_flex.loop.opening import beginning, opening
 from megatron_flex.loop.recording import Recording
 from megatron_flex.loop.setup import planner_setup
 from megatron_flex.loop.steps import Steps
 from megatron_flex.loop.stopping import Stopping
 from megatron_flex.loop.tracing import Tracing
-from megatron_flex.model.attention import check_attention
-from megatron_flex.model.check_layers import check_layers
 from megatron_flex.model.config import loss_names
-from megatron_flex.planner.flops import iteration_flops
+from megatron_flex.planner.flops import cost_coefficients, iteration_flops
 from megatron_flex.planner.memory import total_parameters
 from megatron_flex.planner.plan import Plan, PlanError
 from megatron_flex.runtime.attempt import check_restartable, restart
 from megatron_flex.runtime.completion import Completion
 from megatron_flex.runtime.executor import Executor
 from megatron_flex.runtime.holdings import Holdings
-from megatron_flex.runtime.launch import start
 from megatron_flex.runtime.optimizer import OptimizerConfig, StepSize
 from megatron_flex.runtime.step import StepResult
 from megatron_flex.runtime.world import World
@@ -94,58 +80,6 @@ EXPECTED = (
 """What a user can put right: the message says how, a traceback would only hide it."""
 
 
-def pretrain(config: Config) -> None:
-    """Train, validate and save as the flags say. Every worker of the job calls this.
-
-    Raises ``SystemExit`` with one message for what the user can put right, and
-    ``CommunicationError`` where another worker failed first.
-    """
-    p = config.parallel
-    world, failure, completion = start(
-        p.distributed_backend,
-        p.distributed_timeout_minutes,
-        p.tensor_model_parallel_size,
-        sequence_parallel=p.sequence_parallel,
-        facts=of_the_flags(config),
-    )
-    last = world.process == world.processes - 1
-    if world.process == 0 and config.logging.log_format == "megatron":
-        print(dump(config), flush=True)
-    with failure.watch():
-        try:
-            if completion.reached():
-                forget_host_copies(config, world)
-                if last:
-                    print(" the run had ended when a worker died: nothing is left to do")
-                return
-            if last:
-                check_outputs(config)
-            parts = assemble(config)
-            world.check_alike(of_the_files(config, parts))
-            try:
-                check_layers(parts.model, world.device)
-                check_attention(parts.model, world.device)
-            except ValueError as error:
-                raise SystemExit(str(error)) from error
-            parts = with_measured(config, world, parts)
-            try:
-                if not (config.flexpipe.flexpipe or config.cut_by_batch):
-                    # Else the planner judges batch by batch.
-                    longest, memory = config.data.max_sample_length, memory_of_worker(world.device)
-                    check_memory(
-                        parts.model, parts.plan, parts.train, longest, memory, tensor_of(config)
-                    )
-            except ValueError as error:
-                raise SystemExit(str(error)) from error
-            trainer = Trainer(config, world, parts, completion)
-            try:
-                trainer.run()
-            finally:
-                trainer.recorder.close()
-        except EXPECTED as error:
-            raise SystemExit(str(error)) from error
-
-
 class Trainer:
     """One worker's part of a run."""
 
@@ -160,10 +94,10 @@ class Trainer:
         if config.flexpipe.flexpipe_switch == "restart":
             check_restartable()
         self.copies = HostCopies(config, world, parts.model.layers.num_slabs)
-        first = self.copies.start_from(resumed_iteration(config.checkpoint))
+        position = position_of(config.checkpoint)
+        first, samples = self.copies.start_from(position.iteration), position.samples
+        coefficients = position.coefficients or cost_coefficients(parts.model)
         version = self.copies.found
-        samples = resumed_samples(config.checkpoint)
-        coefficients = resumed_coefficients(config.checkpoint) or cost_coefficients(parts.model)
         if version is not None and version.common is not None:
             samples = version.common["progress"]["consumed_samples"]
             coefficients = CostCoefficients(**version.common["micro_batch_coefficients"])
@@ -179,7 +113,7 @@ class Trainer:
         if config.evaluation.skip_train:
             stored = replace(stored, load_optim=False, load_rng=False)
         self.checkpoints = Checkpoints(stored, world, self.holdings, config.values())
-        self.copies.reserve(self.holdings, plan, changes=plans_change(config))
+        self.copies.reserve(self.holdings, plan)
         restored = self._restore(plan)
         self.progress = restored.progress
         self.coefficients = restored.coefficients
@@ -197,9 +131,7 @@ class Trainer:
             first,
             config.flexpipe.flexpipe_trace_interval,
         )
-        self.stalls = StallMeter()
-        self.memory = MemoryMeasure(config.flexpipe.memory_budget)
-        self.switched = False
+        self.layouts = Layouts(config.flexpipe)
         self.stopping = Stopping(t)
         self.divergence = Divergence()
         self.profiler = Profiler(config.profiling, world.process, g.tensorboard_dir)
@@ -235,24 +167,8 @@ class Trainer:
         for notice in (self.trace.notice, recording and recording.notice):
             if notice:
                 self._say(f" {notice}")
-        self._say(f" plan: {plan}")
-        self._say(f" {restored.source or 'random weights'}: starting at iteration"
-                  f" {self.progress.iteration}")  # fmt: skip
-        sharing, before = world.tensor.size, restored.tensor_size
-        if exact and before not in (None, sharing):
-            self._say(
-                f" warning: --tensor-model-parallel-size was {before} and is {sharing}: with"
-                " --flexpipe-bitwise bits are equal at one size only"
-            )
-        for warning in parts.warnings:
-            self._say(f" warning: {warning}")
-        for split in ("valid", "test"):  # of the training data all was said above
-            for samples in getattr(getattr(parts, split), "sets", ()):
-                counts = samples.selection.counts
-                self._say(f" {split} data: {counts}")
-                lost = counts.warning(config.data.max_sample_length)
-                if lost is not None:
-                    self._say(f" warning: {split} data: {lost}")
+        for line in beginning(config, parts, plan, restored):
+            self._say(line)
 
     def _restore(self, plan: Plan) -> Restored:
         """The newest state there is: in host memory, on the disk, or a fresh one."""
@@ -283,15 +199,14 @@ class Trainer:
     def run(self) -> None:
         """The whole run: training, then validation and test, unless training was stopped."""
         try:
-            trained = self.config.evaluation.skip_train or self.train()
+            if self.config.evaluation.skip_train or self.train():
+                self.final_evaluation()
         except EXPECTED:
             # A checkpoint that is being written is completed first, by all workers: those that the
             # error does not concern wait for this one meanwhile.
             with suppress(CheckpointError):
                 self.checkpoints.close()
             raise
-        if trained:
-            self.final_evaluation()
         self.steps.close()
         self.trace.close()
         self.checkpoints.close()
@@ -413,11 +328,9 @@ class Trainer:
         elapsed = time.perf_counter() - began
         ratio = memory_ratio(result.measured)
         self.steps.measured(self.progress.iteration - 1, elapsed, ratio)
-        switched = self.switched
-        extra, notes = self._layout(current, result, elapsed)
-        extra |= {"predicted-program": told.seconds, "seconds-program": waited}
+        layout = self.layouts.add(current, result.measured, elapsed, self.iterations.plan)
+        program = {"predicted-program": told.seconds, "seconds-program": waited}
         cut_extra, cut_notes = cut_of(micro_batches)
-        extra, notes = extra | cut_extra, notes | cut_notes
         params_norm = self._params_norm() if self.config.logging.log_params_norm else None
         log_memory = self.speaks and self.config.logging.log_memory_to_tensorboard
         self.recorder.iteration(
@@ -438,10 +351,10 @@ class Trainer:
                 params_norm=params_norm,
                 memory=memory_in_use() if log_memory else {},
                 plan=str(current.plan),
-                extra=extra,
+                extra=layout.extra | program | cut_extra,
                 lists=lists_of(batch, result.measured),
-                notes=notes,
-                reason=current.reason if switched else "",
+                notes=layout.notes | cut_notes,
+                reason=layout.reason,
                 time=time.time(),
             )
         )
@@ -460,43 +373,6 @@ class Trainer:
         self.recorder.close()
         self.world.barrier()
         restart(directory)
-
-    def _layout(
-        self, choice: Choice, result: StepResult, elapsed: float
-    ) -> tuple[dict[str, float], dict[str, str]]:
-        """Numbers and log fields on the layout of an iteration and the switch before it."""
-        extra = {
-            "bubble": bubble(result.measured),
-            **times_of(result.measured),
-            **self.memory.add(result.measured),
-        }
-        notes: dict[str, str] = {}
-        if self.memory.over:
-            notes["iterations over the memory budget"] = str(self.memory.over)
-        stall = self.stalls.add(result.measured, switched=self.switched)
-        self.switched = self.iterations.plan.stages != choice.plan.stages
-        if not plans_change(self.config):
-            return extra, notes
-        notes["plan"] = choice.plan.shape
-        if choice.action:
-            notes["action"] = choice.action
-        if choice.simulations is not None:
-            extra["simulations"] = choice.simulations
-        if stall is not None:
-            extra["switch-stall"] = stall
-            notes["switch stall (ms)"] = f"{1000 * stall:.1f}"
-        notes["bubble"] = f"{100 * extra['bubble']:.1f}%"
-        if choice.seconds is not None:
-            extra["predicted"] = choice.seconds
-            if choice.uncorrected is not None:
-                extra["predicted-uncorrected"] = choice.uncorrected
-            if choice.whole is not None:
-                extra["predicted-without-slices"] = choice.whole
-            notes["predicted/measured (ms)"] = f"{1000 * choice.seconds:.1f}/{1000 * elapsed:.1f}"
-        if "memory-measured" in extra:
-            sizes = (extra["memory-predicted"], extra["memory-measured"])
-            notes["memory predicted/measured (MB)"] = "/".join(f"{x / 1e6:.1f}" for x in sizes)
-        return extra, notes
 
     def _is_last(self) -> bool:
         """Whether no iteration can follow the one that runs next."""

@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import sys
 import time
 from collections.abc import Sequence
@@ -40,7 +39,6 @@ from megatron_flex.cluster.profile import Profile, ProfileError
 from megatron_flex.data.bar import SHORT, progress_bar, shown
 from megatron_flex.data.cut import Cut
 from megatron_flex.data.errors import DataError
-from megatron_flex.data.microbatches import CostCoefficients
 from megatron_flex.data.mock import mixture_lengths
 from megatron_flex.loop.questions import ABOUT, Run, read_run
 from megatron_flex.loop.setup import planner_setup
@@ -51,7 +49,7 @@ from megatron_flex.planner.build import Batch
 from megatron_flex.planner.closed_form import run_profile
 from megatron_flex.planner.decision import Decision, Infeasible
 from megatron_flex.planner.explain import explain
-from megatron_flex.planner.flops import model_work, total_work
+from megatron_flex.planner.flops import cost_coefficients
 from megatron_flex.planner.hbsa import Hbsa
 from megatron_flex.planner.lookahead import Lookahead
 from megatron_flex.planner.options import PlannerOptions
@@ -63,6 +61,7 @@ from megatron_flex.planner.service import Service
 from megatron_flex.planner.switching import Running
 from megatron_flex.planner.tensor_choice import Outlook, best, in_words, reasons, sizes
 from megatron_flex.planner.ways import ways
+from megatron_flex.quantities import memory_budget
 from megatron_flex.schedule.list_scheduler import POLICIES
 from megatron_flex.signals import run_tool
 from megatron_flex.simulator.sources import read_batches
@@ -163,8 +162,7 @@ def batches_of(args: argparse.Namespace) -> list[Sequence[int]]:
 
 def cuts(args: argparse.Namespace, config: ModelConfig) -> list[Cut]:
     """The ways of cutting batches."""
-    work = total_work(model_work(config))
-    cost = CostCoefficients(1.0, work.quadratic / work.linear)
+    cost = cost_coefficients(config)
     given, sliced = args.slice_tokens, config.architecture == "gpt"
     if given == "auto":
         sizes = args.micro_batch_tokens or (None,)
@@ -185,11 +183,6 @@ def cut_batch(lengths: Sequence[int], among: Sequence[Cut], devices: int) -> lis
 
 def options(args: argparse.Namespace) -> PlannerOptions:
     """The planner's options from flags."""
-    budget = None
-    if args.memory_budget_gb is not None:
-        if not 0.0 < args.memory_budget_gb < math.inf:
-            raise ValueError("--memory-budget-gb must be a finite number above 0")
-        budget = round(args.memory_budget_gb * 1e9)
     return PlannerOptions(
         planner="lookahead" if args.planner == "greedy" else args.planner,
         unit=args.unit,
@@ -200,7 +193,7 @@ def options(args: argparse.Namespace) -> PlannerOptions:
         lookahead=1 if args.no_lookahead or args.planner == "greedy" else args.lookahead,
         margin=args.margin,
         shard_optimizer=args.shard_optimizer,
-        budget=budget,
+        budget=memory_budget(args.memory_budget_gb, "--memory-budget-gb"),
         simulations=args.simulations,
         tensor_size=args.tensor_model_parallel_size,
         sequence_parallel=args.sequence_parallel,

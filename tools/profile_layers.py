@@ -25,7 +25,7 @@ import signal
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
@@ -120,8 +120,7 @@ def config_of(args: argparse.Namespace) -> ModelConfig:
     """The model whose layers are measured."""
     longest = max(args.tokens)
     if args.model:
-        config = model(args.model)
-        return replace(config, max_position_embeddings=max(config.max_position_embeddings, longest))
+        return measured_model(model(args.model), longest)
     heads = args.num_attention_heads
     if heads < 1 or args.hidden_size % heads:
         raise ValueError(

@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -36,7 +35,7 @@ if str(ROOT) not in sys.path:
 from megatron_flex.data.errors import DataError
 from megatron_flex.data.global_batch import GlobalBatch
 from megatron_flex.data.microbatch import MicroBatch
-from megatron_flex.data.microbatches import CostCoefficients, cut_by_tokens
+from megatron_flex.data.microbatches import cut_by_tokens
 from megatron_flex.data.mock import mixture_lengths
 from megatron_flex.loop.iteration import tensor_of
 from megatron_flex.loop.questions import ABOUT, Run, heaviest, read_run
@@ -44,7 +43,7 @@ from megatron_flex.loop.setup import planner_setup
 from megatron_flex.model.config import ModelConfig
 from megatron_flex.model.layers import Kind
 from megatron_flex.model.tensor_cut import check
-from megatron_flex.planner.flops import model_work, total_work
+from megatron_flex.planner.flops import cost_coefficients
 from megatron_flex.planner.footprint import Footprint
 from megatron_flex.planner.memory import total_parameters
 from megatron_flex.planner.passes import passes
@@ -56,6 +55,7 @@ from megatron_flex.planner.static import static_plan
 from megatron_flex.planner.tensor import TensorParallel
 from megatron_flex.planner.ways import ways
 from megatron_flex.programs import build_program
+from megatron_flex.quantities import memory_budget
 from megatron_flex.signals import run_tool
 from megatron_flex.tokenizers.base import TokenizerError
 
@@ -126,10 +126,8 @@ def micro_batches(args: argparse.Namespace, config: ModelConfig) -> tuple[MicroB
         lengths = mixture_lengths(args.seed, np.arange(args.mock_samples))
     if not len(lengths) or lengths.min() < 1:
         raise ValueError("a batch needs samples of at least one token")
-    work = total_work(model_work(config))
     batch = GlobalBatch(0, lengths, (int(lengths.sum()),))
-    coefficients = CostCoefficients(1.0, work.quadratic / work.linear)
-    return cut_by_tokens(batch, args.micro_batch_tokens, coefficients)
+    return cut_by_tokens(batch, args.micro_batch_tokens, cost_coefficients(config))
 
 
 def plans(args: argparse.Namespace, config: ModelConfig) -> tuple[int, dict[str, Plan]]:
@@ -173,13 +171,6 @@ def beside(config: ModelConfig, plan: Plan, *, compare: bool) -> dict[str, Plan]
                     continue  # no stage has replicas
             found.setdefault(name, other)
     return found
-
-
-def budget_of(gigabytes: float | None) -> float | None:
-    """Bytes of ``--budget-gb``."""
-    if gigabytes is not None and not 0.0 < gigabytes < math.inf:
-        raise ValueError(f"--budget-gb must be a finite number above 0, not {gigabytes}")
-    return None if gigabytes is None else gigabytes * 1e9
 
 
 def plan_for(run: Run, lengths: Sequence[int]) -> Plan:
@@ -259,7 +250,7 @@ def table_of_devices(rows: Sequence[Row], budget: float | None) -> list[str]:
 def main(argv: Sequence[str] | None = None) -> int:
     try:
         args, run = read_run(parser, argv)
-        given = budget_of(args.budget_gb)
+        given = memory_budget(args.budget_gb, "--budget-gb")
         if run is None:
             name, config = args.model, model(args.model)
             if args.float32:

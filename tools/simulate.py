@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import sys
 import tempfile
 import time
@@ -53,6 +52,7 @@ from megatron_flex.planner.plan import PlanError
 from megatron_flex.planner.presets import MODELS, model
 from megatron_flex.planner.tensor import TensorParallel
 from megatron_flex.processes import ProcessDied, Processes
+from megatron_flex.quantities import memory_budget
 from megatron_flex.signals import run_tool
 from megatron_flex.simulator.files import EVERY, SimulationFile
 from megatron_flex.simulator.presets import CONFIGURATIONS, PLANNED, STATIC
@@ -179,20 +179,11 @@ class Work:
         return [replace(self, segment=number) for number in range(self.arguments.segments)]
 
 
-def budget_of(gigabytes: float | None) -> int | None:
-    """Bytes of ``--memory-budget-gb``."""
-    if gigabytes is None:
-        return None
-    if not 0.0 < gigabytes < math.inf:
-        raise ValueError(f"--memory-budget-gb must be a finite number above 0, not {gigabytes}")
-    return round(gigabytes * 1e9)
-
-
 def setting_of(args: argparse.Namespace, size: int = 1) -> Setting:
     """The model on the cluster, with ``size`` devices that share each layer."""
     config, cluster = model(args.model), load(args.cluster)
     profile = Profile.load(args.profile) if args.profile else closed_form_profile(config, cluster)
-    budget = budget_of(args.memory_budget_gb)
+    budget = memory_budget(args.memory_budget_gb, "--memory-budget-gb")
     base = PlannerOptions(budget=budget, shard_optimizer=args.use_distributed_optimizer)
     tensor = TensorParallel(size, args.sequence_parallel and size > 1)
     return Setting(config, cluster, profile, base).shared(tensor).thinned

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from megatron_flex.config.checkpoint import CheckpointOptions
 from megatron_flex.config.data import DataOptions
 from megatron_flex.config.evaluation import EvaluationOptions
-from megatron_flex.config.flexpipe import CHOSEN_BY_BATCH, V_SCHEDULES, FlexpipeOptions
+from megatron_flex.config.flexpipe import V_SCHEDULES, FlexpipeOptions
 from megatron_flex.config.learning_rate import LearningRateOptions
 from megatron_flex.config.logging import LoggingOptions
 from megatron_flex.config.model import ModelOptions
@@ -21,6 +21,7 @@ from megatron_flex.config.profiling import ProfilingOptions
 from megatron_flex.config.recompute import RecomputeOptions
 from megatron_flex.config.tokenizer import TokenizerOptions
 from megatron_flex.config.training import TrainingOptions
+from megatron_flex.data.cut import BY_WAY
 from megatron_flex.model.config import ModelConfig, fp8_alignment
 
 Architecture = Literal["gpt", "bert"]
@@ -151,7 +152,12 @@ class Config:
     @property
     def cut_by_batch(self) -> bool:
         """Whether the planner's process says how each batch is cut, on a plan that stays."""
-        return self.flexpipe.flexpipe_batching in CHOSEN_BY_BATCH
+        return self.flexpipe.flexpipe_batching in BY_WAY
+
+    @property
+    def asks_planner(self) -> bool:
+        """Whether each batch is planned: on a layout chosen for it, or on a plan that stays."""
+        return self.flexpipe.flexpipe or self.cut_by_batch
 
     @property
     def stages_per_worker(self) -> int:

@@ -25,8 +25,6 @@ MEASURE = "measure"
 """In the place of a file with a profile."""
 PADDED = ("pad", "pad-batch", "pad-all", "bucket", "dynapipe")
 """Ways of batching that pad samples."""
-CHOSEN_BY_BATCH = ("bucket", "dynapipe")
-"""Those with several ways of cutting a batch, of which the planner's process chooses one."""
 Baseline = Literal[
     "megatron-pad",
     "megatron-pad-all",
@@ -166,6 +164,11 @@ class FlexpipeOptions:
 
     flexpipe_trace_interval: int = option(1, own=True, at_least=1)
     """Trace the iterations whose number is a multiple of this."""
+
+    @property
+    def plans_change(self) -> bool:
+        """Whether a run ever changes its plan."""
+        return self.flexpipe or self.flexpipe_plans is not None
 
     @property
     def measures(self) -> bool:

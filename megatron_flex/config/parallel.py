@@ -66,7 +66,7 @@ class ParallelOptions:
     """Communication library; gloo for workers on CPUs."""
 
     distributed_timeout_minutes: int = option(10, at_least=1)
-    """Longest wait for another worker."""
+    """Longest wait for another worker; where all write or read a checkpoint, at least 30."""
 
     use_cpu_initialization: bool = option(True, always=True)
     """Draw the weights on the CPU: always, so that they depend on the seed alone."""

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
 
 from megatron_flex.data.errors import DataError
 from megatron_flex.data.global_batch import GlobalBatch
+from megatron_flex.data.keyed import IntArray
 from megatron_flex.data.microbatch import MicroBatch
 from megatron_flex.data.order import Order
 from megatron_flex.data.packed import PackedBatch
 from megatron_flex.data.samples import Row, Samples
+
+_PIECE = 1 << 22  # samples looked at at a time: bounds scratch memory
 
 
 class BatchSource:
@@ -38,6 +41,13 @@ class BatchSource:
     def num_samples(self) -> int | None:
         """How many samples there are in all; ``None`` when epochs repeat for ever."""
         return self._order.num_samples
+
+    def all_lengths(self) -> Iterator[IntArray]:
+        """Input tokens of every sample, in the order of the data, some million at a time."""
+        for samples in self._sets:
+            size = samples.selection.size
+            for start in range(0, size, _PIECE):
+                yield samples.lengths(np.arange(start, min(size, start + _PIECE), dtype=np.int64))
 
     def batch(self, first_sample: int, size: int) -> GlobalBatch:
         """The batch of ``size`` samples from ``first_sample`` on; reads no tokens.

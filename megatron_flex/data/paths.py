@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from itertools import pairwise
-from pathlib import Path
 
 from megatron_flex.data.errors import DataError
+
+LEGACY_SPLIT = "969, 30, 1"
+"""Megatron's value where ``--split`` is not given."""
 
 
 class Split(IntEnum):
@@ -97,51 +98,3 @@ def split_bounds(split: str, count: int) -> tuple[tuple[int, int], ...]:
         seen += share / total
         borders.append(min(count, round(seen * count)))
     return tuple(pairwise(borders))
-
-
-def read_data_args(path: str) -> tuple[str, ...]:
-    """The words of ``--data-args-path``: a file with what ``--data-path`` would say.
-
-    Raises:
-        DataError: the file cannot be read, is empty, or has a weight that is none.
-    """
-    words = tuple(_text(path, "--data-args-path").split())
-    if not words:
-        raise DataError(f"--data-args-path {path} is empty: write data set prefixes into it")
-    parse_blend(words, f"--data-args-path {path}")
-    return words
-
-
-def read_per_split_data_args(path: str) -> dict[str, tuple[str, ...]]:
-    """The words for ``train``, ``valid`` and ``test`` in ``--per-split-data-args-path``.
-
-    The file is a JSON object with these keys; each value is a list of words or a string of them. A
-    key that is missing or null has none.
-
-    Raises:
-        DataError: the file cannot be read, or holds something else.
-    """
-    flag = "--per-split-data-args-path"
-    expected = f"{flag} {path}: expected a JSON object with keys train, valid and test"
-    try:
-        content = json.loads(_text(path, flag))
-    except ValueError as error:
-        if isinstance(error, DataError):
-            raise
-        raise DataError(f"{expected}: {error}") from error
-    if not isinstance(content, dict) or not content.keys() <= {"train", "valid", "test"}:
-        raise DataError(expected)
-    result = {}
-    for split in ("train", "valid", "test"):
-        value = content.get(split) or ()
-        result[split] = tuple(value.split() if isinstance(value, str) else map(str, value))
-        if result[split]:
-            parse_blend(result[split], f"{flag} {path}, {split}")
-    return result
-
-
-def _text(path: str, flag: str) -> str:
-    try:
-        return Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"{flag} {path}: cannot read it: {error}") from error

@@ -17,15 +17,9 @@ from megatron_flex.data.masking import BertVocabulary
 from megatron_flex.data.mock import MockDocuments
 from megatron_flex.data.order import EpochOrder, Order
 from megatron_flex.data.pairs import PairSamples
-from megatron_flex.data.paths import (
-    Blend,
-    Split,
-    parse_blend,
-    split_bounds,
-)
+from megatron_flex.data.paths import LEGACY_SPLIT, Blend, Split, parse_blend, split_bounds
 from megatron_flex.data.samples import Overlong, Samples
 
-LEGACY_SPLIT = "969, 30, 1"  # Megatron's value where --split is not given
 _FLAGS = ("--train-data-path", "--valid-data-path", "--test-data-path")
 
 

@@ -14,7 +14,7 @@ from megatron_flex.config.config import GROUPS, Config
 from megatron_flex.config.option import Option, options
 from megatron_flex.data.batches import BatchSource
 from megatron_flex.loop.assemble import Parts
-from megatron_flex.loop.checkpointing import resumed_coefficients, resumed_iteration
+from megatron_flex.loop.checkpointing import position_of
 from megatron_flex.runtime.agreement import ABSENT, Facts
 
 _OF_THE_SERVER = {"num_workers", "mmap_bin_files", "save", "wandb_project", "wandb_exp_name",
@@ -50,12 +50,12 @@ def of_the_files(config: Config, parts: Parts) -> Facts:
 
     Raises ``CheckpointError``.
     """
-    model, done = parts.model, resumed_iteration(config.checkpoint)
+    model, position = parts.model, position_of(config.checkpoint)
     found = {
         "the vocabulary": f"{model.vocab_size} of {model.padded_vocab_size} words",
         "the plan of the flags": str(parts.plan),
-        "the iteration to go on from": str(done),
-        "what micro-batches are cut by": str(resumed_coefficients(config.checkpoint)),
+        "the iteration to go on from": str(position.iteration),
+        "what micro-batches are cut by": str(position.coefficients),
     }
     for split in ("train", "valid", "test"):
         found |= dict(_data(f"the {split} data", getattr(parts, split)))

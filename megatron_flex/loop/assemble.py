@@ -18,7 +18,7 @@ from megatron_flex.data.errors import DataError
 from megatron_flex.data.gpt import GptSamples
 from megatron_flex.data.masking import BertVocabulary
 from megatron_flex.data.pairs import PairSamples
-from megatron_flex.data.paths import Split, read_data_args, read_per_split_data_args
+from megatron_flex.data.paths import Split
 from megatron_flex.data.prompts import Prompt, Prompts, read_asked
 from megatron_flex.data.samples import Overlong
 from megatron_flex.data.sources import DataConfig, DataSets
@@ -149,19 +149,13 @@ def _profile(config: Config, model: ModelConfig) -> Profile | None:
 
 def _data_config(config: Config, model: ModelConfig, tokenizer: Tokenizer) -> DataConfig:
     d, bert = config.data, config.architecture == "bert"
-    common, parts = d.data_path, (d.train_data_path, d.valid_data_path, d.test_data_path)
-    if d.data_args_path is not None:
-        common = read_data_args(d.data_args_path)
-    if d.per_split_data_args_path is not None:
-        lists = read_per_split_data_args(d.per_split_data_args_path)
-        parts = lists["train"], lists["valid"], lists["test"]
     return DataConfig(
         vocab_size=model.vocab_size,
         seed=config.training.seed,
-        data_path=common,
-        train_data_path=parts[0],
-        valid_data_path=parts[1],
-        test_data_path=parts[2],
+        data_path=d.data_path,
+        train_data_path=d.train_data_path,
+        valid_data_path=d.valid_data_path,
+        test_data_path=d.test_data_path,
         split=d.split,
         mock_data=d.mock_data,
         mmap_bin_files=d.mmap_bin_files,

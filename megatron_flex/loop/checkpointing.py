@@ -16,6 +16,7 @@ from megatron_flex.checkpoint.load import load, read_common
 from megatron_flex.checkpoint.manifest import MODEL
 from megatron_flex.checkpoint.options import LoadOptions
 from megatron_flex.checkpoint.parts import parts_of, written_by
+from megatron_flex.checkpoint.ranks import DEFAULT_TIMEOUT
 from megatron_flex.checkpoint.retention import KEEP_ALL, Retention
 from megatron_flex.checkpoint.save import check_writable, save
 from megatron_flex.config.checkpoint import CheckpointOptions
@@ -61,15 +62,19 @@ class Checkpoints:
         self._group = (
             dist.new_group(backend="gloo", timeout=world.timeout) if world.processes > 1 else None
         )
-        retention = Retention(options.keep_last_n, options.save_retain_interval)
-        self._retention = retention
+        self._timeout = max(DEFAULT_TIMEOUT, world.timeout.total_seconds())
+        self._retention = Retention(options.keep_last_n, options.save_retain_interval)
         self._background: AsyncSaver | None = None
         if options.save is not None:
-            check_writable(options.save, group=self._group)
+            check_writable(options.save, group=self._group, timeout=self._timeout)
             self._foreign = Foreign(options.save)
             if options.async_save:
                 self._background = AsyncSaver(
-                    options.save, group=self._group, retention=retention, foreign=self._foreign
+                    options.save,
+                    group=self._group,
+                    retention=self._retention,
+                    timeout=self._timeout,
+                    foreign=self._foreign,
                 )
 
     @property
@@ -114,6 +119,7 @@ class Checkpoints:
                 common,
                 group=self._group,
                 retention=self._retention if rotate else KEEP_ALL,
+                timeout=self._timeout,
                 foreign=self._foreign,
             )
 
@@ -157,7 +163,9 @@ class Checkpoints:
             self._holdings.updates = common["optimizer_steps"]
         if schedule is not None:
             schedule.load_state_dict(common["opt_param_scheduler"])
-        return _restored(common, source, coefficients)
+        shared = common.get("arguments", {}).get("tensor_model_parallel_size")
+        progress = Progress(**common["progress"])
+        return Restored(progress, _coefficients(common) or coefficients, source, shared)
 
     def close(self) -> None:
         """Wait for the save in the background, and raise its error."""
@@ -189,6 +197,7 @@ class Checkpoints:
                 parts_of(self._holdings.config, chosen, group.index, group.size),
                 iteration=iteration,
                 group=self._group,
+                timeout=self._timeout,
                 model=asdict(self._holdings.config),
             )
         source = f"iteration {common['progress']['iteration']} of {directory}"
@@ -241,38 +250,34 @@ def find(o: CheckpointOptions) -> tuple[Path, LoadOptions, int] | None:
     return None
 
 
-def resumed_iteration(options: CheckpointOptions) -> int:
-    """Iterations that the run to be started has behind it."""
-    found = find(options)
-    return 0 if found is None or found[1].finetune else found[2]
+@dataclass(frozen=True)
+class Position:
+    """What the run to be started has behind it.
 
-
-def resumed_samples(options: CheckpointOptions) -> int:
-    """Training samples that the run to be started has behind it.
-
-    Not always those of so many of its own iterations: the run before may have had another batch
-    size (``--override-opt_param-scheduler``).
+    Attributes:
+        iteration: iterations.
+        samples: training samples. Not always those of so many of its own iterations: the run before
+            may have had another batch size (``--override-opt_param-scheduler``).
+        coefficients: what it has cut micro-batches by; ``None``: nothing yet.
     """
+
+    iteration: int = 0
+    samples: int = 0
+    coefficients: CostCoefficients | None = None
+
+
+def position_of(options: CheckpointOptions) -> Position:
+    """Where the run to be started goes on from; errors as of :func:`find`."""
     found = find(options)
     if found is None or found[1].finetune:
-        return 0
-    return int(read_common(found[0], found[2])["progress"]["consumed_samples"])
+        return Position()
+    common = read_common(found[0], found[2])
+    return Position(found[2], int(common["progress"]["consumed_samples"]), _coefficients(common))
 
 
-def resumed_coefficients(options: CheckpointOptions) -> CostCoefficients | None:
-    """What the run to be started has cut micro-batches by so far; ``None``: it is a new one."""
-    found = find(options)
-    if found is None or found[1].finetune:
-        return None
-    saved = read_common(found[0], found[2]).get(COEFFICIENTS)
-    return None if saved is None else CostCoefficients(**saved)
-
-
-def _restored(common: dict[str, Any], source: str, default: CostCoefficients) -> Restored:
+def _coefficients(common: dict[str, Any]) -> CostCoefficients | None:
     saved = common.get(COEFFICIENTS)
-    coefficients = default if saved is None else CostCoefficients(**saved)
-    shared = common.get("arguments", {}).get("tensor_model_parallel_size")
-    return Restored(Progress(**common["progress"]), coefficients, source, shared)
+    return None if saved is None else CostCoefficients(**saved)
 
 
 def _seed(common: dict[str, Any]) -> str:

@@ -13,6 +13,7 @@ from megatron_flex.model.config import ModelConfig
 from megatron_flex.planner.build import ModelCosts
 from megatron_flex.planner.closed_form import run_profile
 from megatron_flex.planner.options import PlannerOptions
+from megatron_flex.planner.plan import PlanError
 from megatron_flex.planner.planner import Planner
 from megatron_flex.runtime.world import server_size
 
@@ -20,16 +21,16 @@ from megatron_flex.runtime.world import server_size
 def cluster_of(config: Config, devices: int) -> Cluster:
     """The described devices, as many as the job has.
 
-    Raises ``ValueError`` naming the flag.
+    Raises ``PlanError`` naming the flag.
     """
     f = config.flexpipe
-    name, planned = f.flexpipe_cluster, f.flexpipe or config.cut_by_batch
-    if name is None and planned and torch.cuda.is_available():
+    name = f.flexpipe_cluster
+    if name is None and config.asks_planner and torch.cuda.is_available():
         device = torch.cuda.get_device_name()
         name = described_as(device)
         if name is None:
             flag = "--flexpipe" if f.flexpipe else f"--flexpipe-batching {f.flexpipe_batching}"
-            raise ValueError(
+            raise PlanError(
                 f"{flag} on {device} needs --flexpipe-cluster, such as a100 or h200, or a file that"
                 " describes the devices and links"
             )

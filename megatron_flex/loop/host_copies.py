@@ -26,7 +26,6 @@ import torch
 from megatron_flex.checkpoint.load import check_model
 from megatron_flex.checkpoint.manifest import MODEL
 from megatron_flex.config.config import Config
-from megatron_flex.config.flexpipe import FlexpipeOptions
 from megatron_flex.model.tensor_group import TensorGroup
 from megatron_flex.planner.plan import Plan
 from megatron_flex.runtime.arena import ArenaTransport
@@ -83,9 +82,9 @@ class HostCopies:
         self._every = config.flexpipe.flexpipe_twin_snapshot
         self.found: Version | None = None
         self.servers = tuple(range(world.size))
-        changes = config.flexpipe.flexpipe or config.flexpipe.flexpipe_plans is not None
         self._layers: TwinLayers | None = None
-        self._wanted = config.flexpipe.flexpipe_twin and (changes or self._every is not None)
+        f = config.flexpipe
+        self._wanted = f.flexpipe_twin and (f.plans_change or self._every is not None)
         if not self._wanted:
             return
         names = world.alike(world.gather(_server() if server is None else server))
@@ -104,14 +103,14 @@ class HostCopies:
         self._replaced = 0
         self.found = self._find()
 
-    def reserve(self, holdings: Holdings, plan: Plan, *, changes: bool) -> None:
-        """Have a manager with enough memory. ``changes``: whether the plan ever does.
+    def reserve(self, holdings: Holdings, plan: Plan) -> None:
+        """Have a manager with enough memory for a run that begins with ``plan``.
 
         Raises :class:`TwinError` on all workers when one server cannot.
         """
         if not self._wanted:
             return
-        self._needs = shape = self._shape(holdings, plan, changes=changes)
+        self._needs = shape = self._shape(holdings, plan)
         if not shape.banks and not shape.room_bytes:
             return
         problem = self._start(self._layers is None)
@@ -312,7 +311,7 @@ class HostCopies:
         )
         return TwinLayers(self._socket, member, self._world.device)
 
-    def _shape(self, holdings: Holdings, plan: Plan, *, changes: bool) -> Shape:
+    def _shape(self, holdings: Holdings, plan: Plan) -> Shape:
         """What this server's arena must hold."""
         layers = holdings.config.layers
         owned = {s: entry_bytes(holdings.state_bytes(s)) for s in holdings.owned}
@@ -325,11 +324,18 @@ class HostCopies:
         total = sum(sizes.values())
         banks = 0 if self._every is None else 3 if self._every < _KNOWN_COMPLETE else 2
         room = 0
-        if hands_over(self._options, self.servers, changes=changes):
+        if self._hands_over():
             # Of a live switch only what has no room on its device is handed over.
             live = self._options.flexpipe_switch == "live"
             room = max(total // 4, 4 * max(sizes.values())) if live else total
-        return Shape(banks, total if changes else local, room)
+        return Shape(banks, total if self._options.plans_change else local, room)
+
+    def _hands_over(self) -> bool:
+        """Whether layers may be handed over between workers of one server."""
+        f = self._options
+        several = len(set(self.servers)) < len(self.servers)
+        ways = ("live", "handover")
+        return f.flexpipe_twin and f.plans_change and f.flexpipe_switch in ways and several
 
     def _bring(self, size: int, slabs: Mapping[int, Slab], slab: int, rank: int) -> None:
         """Fill ``slab`` on worker ``rank``, from another server if its own does not have it."""
@@ -373,13 +379,6 @@ def forget_host_copies(config: Config, world: World) -> None:
 def _job_of_server(job: str, server: int, servers: int, group: TensorGroup) -> str:
     place = f", place {group.index} of {group.size}" if group.size > 1 else ""
     return (job if servers == 1 else f"{job}, server {server}") + place
-
-
-def hands_over(options: FlexpipeOptions, servers: tuple[int, ...], *, changes: bool) -> bool:
-    """Whether layers may be handed over between workers of one server."""
-    ways = ("live", "handover")
-    several = len(set(servers)) < len(servers)
-    return bool(options.flexpipe_twin and changes and options.flexpipe_switch in ways and several)
 
 
 def _server() -> str:

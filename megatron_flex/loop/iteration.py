@@ -12,8 +12,6 @@ from megatron_flex.data.microbatch import MicroBatch
 from megatron_flex.data.microbatches import CostCoefficients
 from megatron_flex.loop.cutting import run_cut
 from megatron_flex.loop.reader import Reader
-from megatron_flex.model.config import ModelConfig
-from megatron_flex.planner.flops import model_work, total_work
 from megatron_flex.planner.memory import slab_elements
 from megatron_flex.planner.package import Received
 from megatron_flex.planner.plan import Plan
@@ -26,15 +24,6 @@ from megatron_flex.runtime.world import server_size
 from megatron_flex.schedule.compact import groups_of
 from megatron_flex.schedule.emit import switch_only
 from megatron_flex.schedule.transition import transition
-
-
-def cost_coefficients(config: ModelConfig) -> CostCoefficients:
-    """What a sample costs, for cutting micro-batches: FLOPs, normalised to 1 a token.
-
-    Fixed for a run and kept in the checkpoint, so that a resumed run cuts alike.
-    """
-    work = total_work(model_work(config))
-    return CostCoefficients(1.0, work.quadratic / work.linear)
 
 
 def tensor_of(config: Config) -> TensorParallel:

@@ -11,11 +11,8 @@ import numpy as np
 from megatron_flex.data.global_batch import GlobalBatch
 from megatron_flex.data.microbatch import MicroBatch
 from megatron_flex.runtime.clock import Measured
+from megatron_flex.telemetry.record import LENGTH_PERCENTILES, LENGTHS_LISTED
 
-QUANTILES = (0, 10, 25, 50, 75, 90, 100)
-"""Percentiles of a batch's sample lengths that are recorded."""
-LISTED = 256
-"""Samples of the largest batch whose lengths are recorded one by one."""
 _KEPT = 50  # gaps without a switch that the usual gap is the median of
 _TOLD_APART = ("receive", "send", "reduce", "state", "update", "reading")
 
@@ -57,8 +54,9 @@ def times_of(measured: Sequence[Measured]) -> dict[str, float]:
 def lists_of(batch: GlobalBatch, measured: Sequence[Measured]) -> dict[str, list[int]]:
     """Figures of every sample and of every device, for the JSONL file."""
     lengths = batch.lengths
-    found = {"length-quantiles": np.percentile(lengths, QUANTILES).round().astype(int).tolist()}
-    if len(lengths) <= LISTED:
+    percentiles = np.percentile(lengths, LENGTH_PERCENTILES)
+    found = {"length-quantiles": percentiles.round().astype(int).tolist()}
+    if len(lengths) <= LENGTHS_LISTED:
         found["lengths"] = lengths.tolist()
     if any(m.memory > 0.0 for m in measured):
         found["memory-by-worker"] = [round(m.memory) for m in measured]

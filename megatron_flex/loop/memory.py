@@ -11,7 +11,6 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-import numpy as np
 import psutil
 import torch
 
@@ -24,8 +23,6 @@ from megatron_flex.quantities import size
 from megatron_flex.runtime.world import workers_per_gpu
 from megatron_flex.schedule.shards import sharded_slabs
 from megatron_flex.schedule.slabs import slab_holders
-
-_PIECE = 1 << 22  # samples looked at at a time
 
 
 class MemoryLimitError(ValueError):
@@ -56,7 +53,7 @@ def check_memory(
     if max(needs.values()) <= memory:
         return
     if source is not None:  # perhaps no sample is as long as it may be
-        longest = longest_sample(source)
+        longest = max(int(lengths.max()) for lengths in source.all_lengths())
         needs = {device: needed(device, longest) for device in plan.devices}
     worst = max(needs, key=lambda device: needs[device])
     if needs[worst] <= memory:
@@ -65,11 +62,9 @@ def check_memory(
     raise MemoryLimitError(
         f"worker {worst * tensor.size} needs at least {size(needs[worst])} for a sample of"
         f" {longest:,} tokens ({size(state)} for weights, gradients and optimizer, the rest for"
-        " activations), but has"
-        f" {size(memory)}: lower --max-sample-length (or leave long samples out with --overlong"
-        " drop),"
-        " recompute layers with --recompute-granularity, split optimizer state over replicas with"
-        " --use-distributed-optimizer, or give layers to more workers with"
+        f" activations), but has {size(memory)}: lower --max-sample-length (or leave long samples"
+        " out with --overlong drop), recompute layers with --recompute-granularity, split optimizer"
+        " state over replicas with --use-distributed-optimizer, or give layers to more workers with"
         " --pipeline-model-parallel-size or --flexpipe-plan"
     )
 
@@ -104,17 +99,6 @@ def device_bytes(
         state = tied_state(model, tensor)
         total += state.total - state.optimizer * (1.0 - share(tied))
     return int(total)
-
-
-def longest_sample(source: BatchSource) -> int:
-    """Tokens of the longest sample of ``source``."""
-    longest = 0
-    for samples in source.sets:
-        number = samples.selection.size
-        for start in range(0, number, _PIECE):
-            index = np.arange(start, min(number, start + _PIECE), dtype=np.int64)
-            longest = max(longest, int(samples.lengths(index).max()))
-    return longest
 
 
 def memory_of_worker(device: torch.device) -> int:

@@ -14,17 +14,12 @@ from megatron_flex.loop.plans import Choice, Plans, ScriptedPlans, read_plans
 from megatron_flex.planner.plan import Plan, PlanError
 
 
-def plans_change(config: Config) -> bool:
-    """Whether a run ever changes its plan."""
-    return config.flexpipe.flexpipe or config.flexpipe.flexpipe_plans is not None
-
-
 def open_plans(
     config: Config, parts: Parts, desk: Desk, lengths: Lengths | None, iteration: int
 ) -> Plans:
     """The source of plans that the flags ask for; the run starts at ``iteration``."""
     model = parts.model
-    if config.flexpipe.flexpipe or config.cut_by_batch:
+    if config.asks_planner:
         assert lengths is not None, "a planner needs training data"
         return PlannedPlans(config, parts.plan, desk, lengths, iteration)
     path = config.flexpipe.flexpipe_plans

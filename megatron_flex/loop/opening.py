@@ -12,11 +12,12 @@ import torch
 
 from megatron_flex.config.config import Config
 from megatron_flex.data.batches import BatchSource
-from megatron_flex.data.chat_encode import CHAT
 from megatron_flex.data.microbatches import CostCoefficients
 from megatron_flex.data.samples import WORTH_A_WARNING
 from megatron_flex.loop.assemble import Parts
+from megatron_flex.loop.checkpointing import Restored
 from megatron_flex.loop.cores import crowding
+from megatron_flex.loop.lengths import Lengths
 from megatron_flex.loop.progress import Progress
 from megatron_flex.loop.setup import planner_setup
 from megatron_flex.planner.memory import total_parameters
@@ -25,7 +26,6 @@ from megatron_flex.planner.service import Service
 from megatron_flex.planner.ways import ways
 from megatron_flex.quantities import count, duration
 
-_PIECE = 1 << 22  # samples looked at at a time
 _SAMPLED = 1 << 16  # lengths that the median is taken of
 _LOOKED_AT = 4  # batches that the estimated time is a mean of
 
@@ -44,14 +44,11 @@ def sizes(source: BatchSource) -> Sizes:
     """Look at the lengths of all samples; no token is read."""
     samples = tokens = longest = 0
     looked_at = []
-    for one in source.sets:
-        size = one.selection.size
-        samples += size
-        for start in range(0, size, _PIECE):
-            lengths = one.lengths(np.arange(start, min(size, start + _PIECE), dtype=np.int64))
-            tokens += int(lengths.sum())
-            longest = max(longest, int(lengths.max()))
-            looked_at.append(lengths[:: 1 + len(lengths) // _SAMPLED])
+    for lengths in source.all_lengths():
+        samples += len(lengths)
+        tokens += int(lengths.sum())
+        longest = max(longest, int(lengths.max()))
+        looked_at.append(lengths[:: 1 + len(lengths) // _SAMPLED])
     return Sizes(samples, tokens, int(np.median(np.concatenate(looked_at))), longest)
 
 
@@ -76,13 +73,6 @@ def data_lines(config: Config, source: BatchSource, found: Sizes) -> Iterator[st
         mark, advice = " warning: ", ": raise it"
         if config.data.overlong != "split" and all(c.dividable for c in counts):
             advice += ", or make several samples of a document with --overlong split"
-    prefixes = (*config.data.data_path, *config.data.train_data_path)
-    chats = [prefix for prefix in prefixes if prefix.endswith(f"_{CHAT}_document")]
-    if chats and config.data.sample_format == "text":
-        yield (
-            f" warning: {', '.join(chats)}: by its name it has conversations, and without"
-            " --sample-format chat the loss is on all of their tokens"
-        )
     if truncated:
         yield (
             f"{mark}cut: {truncated:,} samples ({truncated / found.samples:.1%}) are longer than"
@@ -114,6 +104,29 @@ def model_line(config: Config, parts: Parts) -> str:
         f" model: {config.architecture.upper()} with {count(total_parameters(m))} parameters"
         f" ({m.num_layers} layers of width {m.hidden_size}, vocabulary of {m.padded_vocab_size:,})"
     )
+
+
+def beginning(config: Config, parts: Parts, plan: Plan, restored: Restored) -> Iterator[str]:
+    """What a run begins with, and what of that may surprise."""
+    yield f" plan: {plan}"
+    origin = restored.source or "random weights"
+    yield f" {origin}: starting at iteration {restored.progress.iteration}"
+    before, sharing = restored.tensor_size, config.parallel.tensor_model_parallel_size
+    if config.flexpipe.flexpipe_bitwise and before not in (None, sharing):
+        yield (
+            f" warning: --tensor-model-parallel-size was {before} and is {sharing}: with"
+            " --flexpipe-bitwise bits are equal at one size only"
+        )
+    for warning in parts.warnings:
+        yield f" warning: {warning}"
+    # Of the training data `opening` says more.
+    for split, source in (("valid", parts.valid), ("test", parts.test)):
+        for samples in () if source is None else source.sets:
+            counts = samples.selection.counts
+            yield f" {split} data: {counts}"
+            lost = counts.warning(config.data.max_sample_length)
+            if lost is not None:
+                yield f" warning: {split} data: {lost}"
 
 
 def opening(
@@ -152,9 +165,8 @@ def opening(
         f" {samples / found.samples:.3g} times through the data"
     )
     seconds = predicted(config, parts, plan, progress, coefficients)
-    if seconds is None or not math.isfinite(
-        seconds
-    ):  # the plan is too large for the described memory
+    # It is not finite where the plan is too large for the described memory.
+    if seconds is None or not math.isfinite(seconds):
         yield f"{text}; how long it takes is in the log lines"
         return
     yield (
@@ -172,13 +184,14 @@ def predicted(
         return None
     setup = planner_setup(config, parts, devices, coefficients)
     planner = Service(setup).planner
-    t, first = config.training, progress.consumed_samples
-    size = t.batch_sizes.size(first)
+    first = progress.iteration
+    lengths = Lengths(
+        parts.train, first, progress.consumed_samples, config.training.batch_sizes.size
+    )
     times = []
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a profile of other sizes: the estimate is rough anyway
-        for number in range(_LOOKED_AT):
-            lengths = parts.train.batch(first + number * size, size).lengths
-            finder = planner.finder(ways(setup.cut, lengths.tolist(), devices))
+        for number in range(first, first + _LOOKED_AT):
+            finder = planner.finder(ways(setup.cut, lengths.of(number), devices))
             times.append(finder.best_of(plan, None, "now").price.seconds)
     return crowding(config.world_size) * sum(times) / len(times)

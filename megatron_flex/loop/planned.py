@@ -70,14 +70,10 @@ class PlannedPlans:
         if decision is None:
             raise PlanError(answer.problem)
         self._predicted[answer.iteration] = uncorrected = decision.predicted.seconds
-        reason = "; ".join(
-            f"{r.condition}: {r.text} ({r.sides}: {'yes' if r.holds else 'no'})"
-            for r in decision.reasons
-        )
         return Choice(
             decision.plan,
             decision.action.label,
-            reason,
+            decision.why,
             uncorrected * answer.factor,
             frozenset(answer.late),
             uncorrected,

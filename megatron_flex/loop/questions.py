@@ -13,6 +13,7 @@ import numpy as np
 
 from megatron_flex.arguments import TENSOR_SIZE, ArgumentsError, automatic_tensor_size, parse
 from megatron_flex.checkpoint.errors import CheckpointError
+from megatron_flex.checkpoint.load import read_common
 from megatron_flex.config.config import GROUPS, Config, all_options
 from megatron_flex.config.derive import MODEL_FIELDS
 from megatron_flex.config.option import options
@@ -21,10 +22,11 @@ from megatron_flex.data.microbatch import MicroBatch
 from megatron_flex.data.microbatches import CostCoefficients
 from megatron_flex.loop.assemble import Parts, assemble
 from megatron_flex.loop.cutting import run_cut
-from megatron_flex.loop.iteration import cost_coefficients
+from megatron_flex.loop.lengths import Lengths
 from megatron_flex.loop.opening import data_lines, model_line, sizes
 from megatron_flex.loop.starting import source_arguments
 from megatron_flex.loop.tensor_size import chosen_size
+from megatron_flex.planner.flops import cost_coefficients
 from megatron_flex.planner.plan import Plan
 from megatron_flex.planner.ways import micro_batches
 
@@ -65,15 +67,10 @@ class Run:
 
     def lengths(self, number: int) -> list[tuple[int, ...]]:
         """Sample lengths of its first batches, in the order of training."""
-        source, sizes_ = self.parts.train, self.config.training.batch_sizes
+        source = self.parts.train
         assert source is not None, "training flags have training data"
-        found: list[tuple[int, ...]] = []
-        first = 0
-        for _ in range(number):
-            batch = source.batch(first, sizes_.size(first))
-            found.append(tuple(batch.lengths.tolist()))
-            first += batch.size
-        return found
+        lengths = Lengths(source, 0, 0, self.config.training.batch_sizes.size)
+        return [lengths.of(iteration) for iteration in range(number)]
 
     def micro_batches(self, lengths: Sequence[int], plan: Plan) -> tuple[MicroBatch, ...]:
         """Of samples of these lengths, as its flags cut them, or where they leave it the plan."""
@@ -88,6 +85,7 @@ class Run:
         return [
             model_line(self.config, self.parts),
             *data_lines(self.config, source, sizes(source)),
+            *(f" warning: {text}" for text in self.parts.warnings),
             *([] if self.told else [workers]),
             *([_UNMEASURED] if self.config.flexpipe.measures else []),
         ]
@@ -185,8 +183,6 @@ def _saved(words: Sequence[str]) -> Mapping[str, Any]:
     known.add_argument("--ckpt-step", type=int)
     given, _ = known.parse_known_args(list(words))
     try:
-        from megatron_flex.checkpoint.load import read_common
-
         arguments: Mapping[str, Any] = read_common(given.load, given.ckpt_step)["arguments"]
     except CheckpointError as error:
         raise SystemExit(f"--use-checkpoint-args: {error}") from error

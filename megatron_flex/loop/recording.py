@@ -67,9 +67,11 @@ def check(path: Path) -> None:
             lines = path.read_bytes().splitlines(keepends=True)
         for number, line in enumerate(lines, 1):
             found = _NUMBER.search(line.rstrip(b"\n"))
-            if line.endswith(b"\n") and (found is None or int(found[1]) != number):
-                raise not_ours(path, FLAG, "a record of plans")
-            if number == 1 and not line.endswith(b"\n") and found is None:
+            if line.endswith(b"\n"):
+                ours = found is not None and int(found[1]) == number
+            else:  # torn
+                ours = number > 1 or found is not None
+            if not ours:
                 raise not_ours(path, FLAG, "a record of plans")
 
 

@@ -19,7 +19,7 @@ def planner_setup(
 
     ``devices`` are those of a plan: groups of workers where these share layers.
 
-    Raises ``ValueError`` naming the flag.
+    Raises ``PlanError`` naming the flag.
     """
     f, given = config.flexpipe, parts.profile
     return Setup(

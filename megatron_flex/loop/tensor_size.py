@@ -20,10 +20,11 @@ from megatron_flex.arguments import TENSOR_SIZE, ArgumentsError
 from megatron_flex.config.config import Config
 from megatron_flex.data.errors import DataError
 from megatron_flex.loop.assemble import assemble
-from megatron_flex.loop.iteration import cost_coefficients
+from megatron_flex.loop.lengths import Lengths
 from megatron_flex.loop.plans import read_plans
 from megatron_flex.loop.setup import planner_setup
 from megatron_flex.planner.decision import Infeasible
+from megatron_flex.planner.flops import cost_coefficients
 from megatron_flex.planner.plan import PlanError
 from megatron_flex.planner.service import Service
 from megatron_flex.planner.tensor_choice import Outlook, best, in_words, reasons, sizes
@@ -91,11 +92,10 @@ def _planned(config: Config, size: int) -> Outlook:
     script = config.flexpipe.flexpipe_plans
     if script is not None:
         static = read_plans(script, parts.model.layers, config.devices)[0].plan
-    seconds, plan, peak, first = [], "", 0.0, 0
-    for _ in range(BATCHES):
-        batch = source.batch(first, config.training.batch_sizes.size(first))
-        first += batch.size
-        cut = ways(setup.cut, batch.lengths.tolist(), config.devices)
+    lengths = Lengths(source, 0, 0, config.training.batch_sizes.size)
+    seconds, plan, peak = [], "", 0.0
+    for iteration in range(BATCHES):
+        cut = ways(setup.cut, lengths.of(iteration), config.devices)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # a profile of other sizes
             if config.flexpipe.flexpipe:

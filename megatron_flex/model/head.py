@@ -111,21 +111,18 @@ class HeadBlock(Block):
         each = group.gather(mine)
         return int(each[each[:, 0].argmax(), 1])
 
-    def _token_losses(self, normed: Tensor, batch: PackedBatch) -> Tensor:
+    def token_losses(self, normed: Tensor, batch: PackedBatch) -> Tensor:
+        """``[T, H] -> [T]`` float32 language-model loss of each token, after the final norm.
+
+        Weighted by the loss mask.
+        """
         if batch.labels is None or batch.loss_mask is None:
             raise ValueError("the head needs the labels and the loss mask of the micro-batch")
         logits = self._logits(normed, len(batch.labels))
         return token_cross_entropy(logits, batch.labels, batch.loss_mask, self._part)
 
-    def token_losses(self, hidden: Tensor, batch: PackedBatch) -> Tensor:
-        """``[T]`` float32 language-model loss of each token, weighted by the loss mask."""
-        return self._token_losses(self.final_layernorm(hidden.squeeze(1)), batch)
-
-    def binary_logits(self, hidden: Tensor, batch: PackedBatch) -> Tensor:
-        """``[T, 1, H] -> [samples, 2]`` logits of the sentence-order head."""
-        return self._binary_logits(self.final_layernorm(hidden.squeeze(1)), batch)
-
-    def _binary_logits(self, normed: Tensor, batch: PackedBatch) -> Tensor:
+    def binary_logits(self, normed: Tensor, batch: PackedBatch) -> Tensor:
+        """``[T, H] -> [samples, 2]`` logits of the sentence-order head, after the final norm."""
         if self.pooler is None or self.binary_head is None:
             raise ValueError("this model has no sentence-order head")
         context = self.context(batch, normed.device)
@@ -140,14 +137,14 @@ class HeadBlock(Block):
         if hidden is None:
             raise ValueError("the head needs the hidden states of the unit before it")
         normed = self.final_layernorm(hidden.squeeze(1))
-        losses = self._token_losses(normed, batch).sum(dim=0, keepdim=True)
+        losses = self.token_losses(normed, batch).sum(dim=0, keepdim=True)
         if self.binary_head is None:
             return losses
         if batch.sentence_order is None:
             raise ValueError("the sentence-order head needs a target for each sample")
         # As in Megatron, -1 marks a sample without a target.
         order = cross_entropy(
-            self._binary_logits(normed, batch).float(),
+            self.binary_logits(normed, batch).float(),
             batch.sentence_order,
             ignore_index=-1,
             reduction="sum",

@@ -131,6 +131,14 @@ class Decision:
     planner: str
     simulations: int = 0
 
+    @property
+    def why(self) -> str:
+        """The reasons in a line, as an iteration's record has them."""
+        return "; ".join(
+            f"{r.condition}: {r.text} ({r.sides}: {'yes' if r.holds else 'no'})"
+            for r in self.reasons
+        )
+
     def to_json(self) -> str:
         """All of it as JSON; :meth:`from_json` reads it back to an equal decision."""
         data = asdict(self)

@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from megatron_flex.data.microbatches import CostCoefficients
 from megatron_flex.model.config import ModelConfig
 from megatron_flex.model.layers import Kind
 
@@ -80,3 +81,12 @@ def iteration_flops(config: ModelConfig, tokens: float, squares: float) -> float
     """
     work = total_work(model_work(config))
     return (1.0 + BACKWARD_RATIO) * work.forward(tokens, squares)
+
+
+def cost_coefficients(config: ModelConfig) -> CostCoefficients:
+    """What a sample costs, for cutting micro-batches: FLOPs, normalised to 1 a token.
+
+    Fixed for a run and kept in the checkpoint, so that a resumed run cuts alike.
+    """
+    work = total_work(model_work(config))
+    return CostCoefficients(1.0, work.quadratic / work.linear)

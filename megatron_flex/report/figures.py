@@ -13,6 +13,7 @@ from statistics import fmean
 from typing import Any
 
 from megatron_flex.report.read import Record, RunData
+from megatron_flex.telemetry.record import LENGTH_PERCENTILES
 
 PARTS = (
     "compute",
@@ -205,9 +206,9 @@ def _row(
     if tokens is not None and balanced:
         row["balanced"] = tokens / balanced
     quantiles = record.get("length-quantiles")
-    if isinstance(quantiles, list) and len(quantiles) == 7:
-        percents = (0, 10, 25, 50, 75, 90, 100)
-        row |= {f"length{p}": number(q) for p, q in zip(percents, quantiles, strict=True)}
+    if isinstance(quantiles, list) and len(quantiles) == len(LENGTH_PERCENTILES):
+        named = zip(LENGTH_PERCENTILES, quantiles, strict=True)
+        row |= {f"length{percent}": number(length) for percent, length in named}
     parts = time_parts(record, following)
     row |= {f"part_{name}": parts.get(name, 0.0) for name in PARTS if parts}
     return row

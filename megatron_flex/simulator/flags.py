@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
-from collections.abc import Sequence
 from dataclasses import replace
 
 from megatron_flex.data.cut import Cut
@@ -101,8 +99,3 @@ def _batching(cut: Cut) -> list[str]:
         how = "pad-all" if cut.pad_to else _PAD[cut.pad]
         return ["--flexpipe-batching", how, *size]
     return ["--flexpipe-batching", "slices" if cut.sliced else "pack", *size]
-
-
-def joined(words: Sequence[str]) -> str:
-    """As one line for a shell."""
-    return shlex.join(words)

@@ -13,10 +13,7 @@ from megatron_flex.planner.plan import Plan
 from megatron_flex.planner.simulation import Prediction
 from megatron_flex.simulator.setting import Setting
 from megatron_flex.simulator.sources import Lengths
-
-QUANTILES = (0, 10, 25, 50, 75, 90, 100)
-LISTED = 256
-"""As in the trainer's records: percentiles of lengths, and samples of the largest listed batch."""
+from megatron_flex.telemetry.record import LENGTH_PERCENTILES, LENGTHS_LISTED
 
 
 def record_of(
@@ -73,10 +70,10 @@ def record_of(
         "memory-over-budget": sum(size > setting.budget for size in memory),
         **times,
         "seconds-host": swap,
-        "length-quantiles": np.percentile(every, QUANTILES).round().astype(int).tolist(),
+        "length-quantiles": np.percentile(every, LENGTH_PERCENTILES).round().astype(int).tolist(),
         "memory-by-worker": [round(size) for size in memory],
     }
-    if len(lengths) <= LISTED:
+    if len(lengths) <= LENGTHS_LISTED:
         record["lengths"] = list(lengths)
     if switched:
         record["switch-stall"] = stall
@@ -85,10 +82,7 @@ def record_of(
         record["simulations"] = decision.simulations
         record["action"] = decision.action.label
         if switched:
-            record["reason"] = "; ".join(
-                f"{r.condition}: {r.text} ({r.sides}: {'yes' if r.holds else 'no'})"
-                for r in decision.reasons
-            )
+            record["reason"] = decision.why
     return record
 
 

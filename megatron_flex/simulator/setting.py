@@ -15,7 +15,7 @@ from megatron_flex.model.config import ModelConfig
 from megatron_flex.model.tensor_cut import check
 from megatron_flex.planner.build import Batch, ModelCosts
 from megatron_flex.planner.closed_form import with_shared_layers
-from megatron_flex.planner.flops import model_work, total_work
+from megatron_flex.planner.flops import cost_coefficients
 from megatron_flex.planner.options import PlannerOptions
 from megatron_flex.planner.plan import Plan
 from megatron_flex.planner.planner import Planner
@@ -111,8 +111,7 @@ class Setting:
     @property
     def cost(self) -> CostCoefficients:
         """What samples cost, as a run cuts its batches by."""
-        work = total_work(model_work(self.config))
-        return CostCoefficients(1.0, work.quadratic / work.linear)
+        return cost_coefficients(self.config)
 
     def balance(self, lengths: Sequence[int]) -> float:
         """Seconds of perfect balance: all work, without fixed costs, divided by all devices."""

@@ -26,8 +26,6 @@ def training_line(
     last, rates = summary.last, summary.throughput
     fields = [f"iteration {last.iteration:8d}/{train_iters:8d}"]
     fields.append(f"consumed samples: {last.consumed_samples:12d}")
-    if last.skipped_samples > 0:
-        fields.append(f"skipped samples: {last.skipped_samples:12d}")
     milliseconds = summary.seconds_per_iteration * 1000.0
     fields.append(f"elapsed time per iteration (ms): {milliseconds:.1f}")
     if log_throughput:

@@ -6,6 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+LENGTH_PERCENTILES = (0, 10, 25, 50, 75, 90, 100)
+"""Of a batch's sample lengths; recorded as ``length-quantiles``."""
+LENGTHS_LISTED = 256
+"""Samples of the largest batch whose lengths are recorded one by one, as ``lengths``."""
+
 
 @dataclass(frozen=True)
 class RunRecord:
@@ -53,8 +58,6 @@ class IterationRecord:
         loss_scale: what the loss was multiplied by; 1 without fp16.
         num_zeros: gradient entries that are zero (``--log-num-zeros-in-grad``).
         params_norm: L2 norm of all parameters (``--log-params-norm``).
-        skipped_samples: samples of all skipped iterations of the run that were left out of
-            training on purpose; Megatron's ``skipped samples``.
         memory: bytes or counts by name (``--log-memory-to-tensorboard``).
         plan: text form of the layout.
         extra: further numbers for JSONL and TensorBoard, by name.
@@ -79,7 +82,6 @@ class IterationRecord:
     loss_scale: float = 1.0
     num_zeros: int | None = None
     params_norm: float | None = None
-    skipped_samples: int = 0
     memory: Mapping[str, float] = field(default_factory=dict)
     plan: str = ""
     extra: Mapping[str, float] = field(default_factory=dict)

@@ -38,8 +38,6 @@ class ScalarOptions:
 def iteration_scalars(record: IterationRecord, options: ScalarOptions) -> Iterator[Scalar]:
     """Series of every iteration."""
     yield Scalar("learning-rate", record.learning_rate)
-    if record.skipped_samples > 0:
-        yield Scalar("skipped-train-samples", record.skipped_samples, by_samples=False)
     yield Scalar("batch-size", record.global_batch_size)
     for name, value in record.losses.items():
         yield Scalar(name, value)

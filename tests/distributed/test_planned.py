@@ -19,11 +19,11 @@ from megatron_flex.data.global_batch import GlobalBatch
 from megatron_flex.loop import desk, planned
 from megatron_flex.loop.assemble import assemble
 from megatron_flex.loop.desk import Desk
-from megatron_flex.loop.iteration import cost_coefficients
 from megatron_flex.loop.planner_process import PlannerProcess
 from megatron_flex.loop.plans import Choice
 from megatron_flex.loop.setup import planner_setup
 from megatron_flex.planner.closed_form import closed_form_profile
+from megatron_flex.planner.flops import cost_coefficients
 from megatron_flex.planner.messages import Question, Task
 from megatron_flex.planner.plan import Plan, PlanError
 from megatron_flex.planner.service import Service

@@ -11,8 +11,8 @@ import pytest
 from megatron_flex.arguments import parse
 from megatron_flex.config.flexpipe import Schedule
 from megatron_flex.loop.assemble import assemble
-from megatron_flex.loop.iteration import cost_coefficients
 from megatron_flex.loop.setup import planner_setup
+from megatron_flex.planner.flops import cost_coefficients
 from megatron_flex.planner.plan import Plan
 from megatron_flex.report.gantt import Gantt, Replanner, actual, planned_in_trace
 from megatron_flex.report.read import read_trace

@@ -116,7 +116,7 @@ def test_bfloat16_is_close_and_neighbours_contents_do_not_matter(changes: dict[s
     assert isinstance(head, HeadBlock)
 
     def losses(of: PackedBatch) -> torch.Tensor:
-        return head.token_losses(hidden_states(blocks, of), of)
+        return head.token_losses(head.final_layernorm(hidden_states(blocks, of).squeeze(1)), of)
 
     assert batch.tokens is not None
     inside = torch.zeros(60, dtype=torch.bool, device=device)

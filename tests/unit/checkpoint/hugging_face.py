@@ -147,7 +147,8 @@ def our_logits(weights: Weights, batch: PackedBatch) -> tuple[torch.Tensor, torc
         hidden = hidden_states(blocks, batch)
         head = blocks[-1]
         assert isinstance(head, HeadBlock)
-        order = head.binary_logits(hidden, batch) if weights.config.binary_head else None
+        normed = head.final_layernorm(hidden.squeeze(1))
+        order = head.binary_logits(normed, batch) if weights.config.binary_head else None
         return head.logits(hidden), order
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megatron_flex.loop.cutting import run_cut
-from megatron_flex.loop.iteration import cost_coefficients
+from megatron_flex.planner.flops import cost_coefficients
 from tests.unit.config.commands import config, refusal
 
 ENGINE = "--transformer-impl transformer_engine"

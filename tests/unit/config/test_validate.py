@@ -418,6 +418,7 @@ def test_a_file_with_data_paths_for_each_split_is_read_and_checked(tmp_path: Pat
         ("--log-file {0}/p --log-jsonl {0}/p", "--log-jsonl .* is the path of --log-file too"),
         ("--flexpipe-record {0}/p --flexpipe-trace {0}/link", "--flexpipe-trace .* is the path of"),
         ("--save {0} --log-file {0}", "--log-file .* is the path of --save too"),
+        ("--eval-generate {0}/p --log-file {0}/p", "--log-file .* is the path of --eval-generate"),
     ],
 )
 def test_a_file_that_is_named_twice_is_refused(tmp_path: Path, words: str, message: str) -> None:

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import itertools
 import re
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,8 +17,6 @@ from megatron_flex.data.errors import DataError
 from megatron_flex.data.paths import (
     Blend,
     parse_blend,
-    read_data_args,
-    read_per_split_data_args,
     split_bounds,
 )
 
@@ -119,40 +116,6 @@ def test_the_same_numbers_are_the_same_split(split: str) -> None:
     assert split_bounds(split, 1001) == ((0, 1000), (1000, 1001), (1001, 1001))
 
 
-def test_words_of_a_file_are_read_whole(tmp_path: Path) -> None:
-    path = tmp_path / "args"
-    path.write_text("0.5 a nan b\n")
-    with pytest.raises(DataError, match=r"--data-args-path .*args: weight 'nan'"):
-        read_data_args(str(path))
-    path.write_text('{"train": "1 a", "valid": ["inf", "b"]}')
-    with pytest.raises(DataError, match=r"--per-split-data-args-path .*args, valid: weight 'inf'"):
-        read_per_split_data_args(str(path))
-
-
 def test_the_default_split_is_as_expected() -> None:
     assert split_bounds("969, 30, 1", 1000) == ((0, 969), (969, 999), (999, 1000))
     assert np.array(split_bounds("1", 7)).tolist() == [[0, 7], [7, 7], [7, 7]]
-
-
-def test_words_may_come_from_a_file(tmp_path: Path) -> None:
-    path = tmp_path / "args"
-    path.write_text("0.5 a\n0.5 b\n")
-    assert read_data_args(str(path)) == ("0.5", "a", "0.5", "b")
-    path.write_text(" \n")
-    with pytest.raises(DataError, match="is empty"):
-        read_data_args(str(path))
-    with pytest.raises(DataError, match="none: cannot read it"):
-        read_data_args(str(tmp_path / "none"))
-
-
-def test_words_for_each_split_may_come_from_a_file(tmp_path: Path) -> None:
-    path = tmp_path / "args.json"
-    path.write_text('{"train": "1 a 2 b", "valid": ["c"], "test": null}')
-    expected = {"train": ("1", "a", "2", "b"), "valid": ("c",), "test": ()}
-    assert read_per_split_data_args(str(path)) == expected
-    for content in ("not json", "[]", '{"training": "a"}'):
-        path.write_text(content)
-        with pytest.raises(DataError, match="expected a JSON object with keys train"):
-            read_per_split_data_args(str(path))
-    with pytest.raises(DataError, match="none: cannot read it"):
-        read_per_split_data_args(str(tmp_path / "none"))

@@ -16,9 +16,9 @@ from megatron_flex.data.microbatches import CostCoefficients
 from megatron_flex.learning_rate import LearningRateSchedule
 from megatron_flex.loop.checkpointing import (
     Checkpoints,
+    Position,
     Restored,
-    resumed_iteration,
-    resumed_samples,
+    position_of,
 )
 from megatron_flex.loop.divergence import DivergedError
 from megatron_flex.loop.progress import Progress
@@ -75,7 +75,7 @@ def test_all_of_a_run_comes_back(saved: tuple[str, Run]) -> None:
     assert run.schedule.samples == 32
     for name, tensor in before.state().items():
         assert torch.equal(run.state()[name], tensor), name
-    assert (resumed_iteration(run.options), resumed_samples(run.options)) == (3, 48)
+    assert position_of(run.options) == Position(3, 48, COEFFICIENTS)
 
 
 @pytest.mark.parametrize("flags", [{"finetune": True}, {"load_optim": False}])
@@ -96,7 +96,7 @@ def test_a_fine_tuning_has_nothing_behind_it(saved: tuple[str, Run]) -> None:
     run = Run(CheckpointOptions(load=saved[0], finetune=True))
     assert run.load().progress == Progress()
     assert run.schedule.samples == 0
-    assert (resumed_iteration(run.options), resumed_samples(run.options)) == (0, 0)
+    assert position_of(run.options) == Position()
 
 
 def test_without_the_optimizer_the_position_stays(saved: tuple[str, Run]) -> None:

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import shlex
+import threading
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
+from typing import cast
 
 import pytest
 import torch
 
 from megatron_flex.arguments import parse
+from megatron_flex.checkpoint.layout import latest
 from megatron_flex.config.config import Architecture
+from megatron_flex.data.batches import BatchSource
+from megatron_flex.data.errors import DataError
+from megatron_flex.data.global_batch import GlobalBatch
 from megatron_flex.data.microbatches import cut_by_count
 from megatron_flex.loop.assemble import assemble
 from megatron_flex.loop.evaluation import evaluate
@@ -68,3 +75,27 @@ def test_means_are_over_all_targets(tmp_path: Path, architecture: Architecture) 
     trainer.steps.close()
     assert list(first.losses.values()) == pytest.approx([float(m) for m in means], rel=2e-6)
     trainer.steps.close()
+
+
+class Damaged:
+    """A test set whose file cannot be read to its end."""
+
+    num_samples = 4
+    sets = ()
+
+    def batch(self, first_sample: int, size: int) -> GlobalBatch:
+        raise DataError("test.bin is truncated")
+
+
+def test_an_error_at_the_end_leaves_the_last_checkpoint_whole(tmp_path: Path) -> None:
+    words = shlex.split(
+        f"--mock-data --tokenizer-type NullTokenizer --vocab-size 70 --eval-interval 1"
+        f" --eval-iters 1 --save {tmp_path} --async-save"
+    )
+    config = parse([*MODEL, *words], world_size=1)
+    world = World.create(torch.device("cpu"), timedelta(seconds=10))
+    parts = replace(assemble(config), test=cast(BatchSource, Damaged()))
+    with pytest.raises(DataError, match="truncated"):
+        Trainer(config, world, parts).run()
+    assert not [t for t in threading.enumerate() if t.name.startswith("checkpoint")]
+    assert latest(tmp_path) == 1

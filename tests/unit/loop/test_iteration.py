@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from megatron_flex.loop.iteration import cost_coefficients
-from megatron_flex.planner.flops import model_work
+from megatron_flex.planner.flops import cost_coefficients, model_work
 from tests.unit.planner.instances_real import small_model
 
 

@@ -5,7 +5,6 @@ import pytest
 
 from megatron_flex.data.global_batch import GlobalBatch
 from megatron_flex.loop.measures import (
-    LISTED,
     MemoryMeasure,
     StallMeter,
     bubble,
@@ -14,6 +13,7 @@ from megatron_flex.loop.measures import (
     times_of,
 )
 from megatron_flex.runtime.clock import Measured
+from megatron_flex.telemetry.record import LENGTHS_LISTED
 
 
 def test_the_bubble_is_the_idle_share_of_the_devices_that_compute() -> None:
@@ -100,5 +100,5 @@ def test_lists_have_each_sample_and_each_device() -> None:
         "memory-by-worker": [5, 0],
         "memory-predicted-by-worker": [6, 0],
     }
-    large = GlobalBatch(0, np.full(LISTED + 1, 7), (1,))
+    large = GlobalBatch(0, np.full(LENGTHS_LISTED + 1, 7), (1,))
     assert lists_of(large, (Measured(0.0, 1.0, 1.0),)) == {"length-quantiles": [7] * 7}

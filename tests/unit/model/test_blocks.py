@@ -169,7 +169,8 @@ def test_a_samples_loss_does_not_change_by_one_bit_with_its_neighbours_contents(
     lengths = (7, 20, 33)
 
     def losses(batch: PackedBatch) -> torch.Tensor:
-        return head.token_losses(hidden_states(blocks, batch), batch)[7:27]
+        normed = head.final_layernorm(hidden_states(blocks, batch).squeeze(1))
+        return head.token_losses(normed, batch)[7:27]
 
     batch = make_batch(lengths, config)
     assert batch.tokens is not None

@@ -56,12 +56,10 @@ def test_without_the_additional_fields_it_is_megatrons_line() -> None:
         losses={"lm loss": 7.5, "sop loss": 0.25},
         num_zeros=12,
         params_norm=33.0,
-        skipped_samples=8,
     )
     theirs = f" [{NOW.strftime('%Y-%m-%d %H:%M:%S.%f')}]"
     theirs += f" iteration {3:8d}/{40:8d} |"
     theirs += f" consumed samples: {48:12d} |"
-    theirs += f" skipped samples: {8:12d} |"
     theirs += f" elapsed time per iteration (ms): {500.0:.1f} |"
     theirs += f" throughput per GPU (TFLOP/s/GPU): {1.0:.1f} |"
     theirs += f" learning rate: {1e-3:.6E} |"

@@ -80,7 +80,6 @@ def test_optional_series_are_written_when_asked_for(tmp_path: Path) -> None:
         1,
         num_zeros=3,
         params_norm=9.0,
-        skipped_samples=5,
         memory={"mem-resident-bytes": 7.0},
         extra={"bubble": 0.5},
     )
@@ -96,7 +95,6 @@ def test_optional_series_are_written_when_asked_for(tmp_path: Path) -> None:
     assert values == pytest.approx(
         {
             "learning-rate": 1e-3,
-            "skipped-train-samples": 5,
             "batch-size": 16,
             "lm loss": 4.0,
             "world-size": 4,
