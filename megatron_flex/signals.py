@@ -7,6 +7,7 @@ reaches it before it has said what it does with them.
 from __future__ import annotations
 
 import ctypes
+import errno
 import io
 import os
 import signal
@@ -72,6 +73,16 @@ def any_text() -> None:
             stream.reconfigure(errors="backslashreplace")
 
 
+def about_a_path(error: BaseException) -> str | None:
+    """What to do about a path that this user may not use, or that is too long; else ``None``."""
+    if not isinstance(error, OSError) or error.filename is None:
+        return None
+    advice = {errno.EACCES: "give one that this user may use", errno.ENAMETOOLONG: "give another"}
+    if error.errno not in advice:
+        return None
+    return f"{error.filename}: {error.strerror}: {advice[error.errno]}"
+
+
 def plain_warnings() -> None:
     """Warnings of this process are lines for people from now on; ours come once each."""
     said: set[object] = set()
@@ -86,7 +97,8 @@ def plain_warnings() -> None:
 
 
 def run_tool(main: Callable[[], int]) -> NoReturn:
-    """Run a tool's ``main`` and end the process with its status; Ctrl-C is one line."""
+    """Run a tool's ``main`` and end the process with its status; Ctrl-C is one line, as is a path
+    that cannot be used."""
     any_text()
     plain_warnings()
     try:
@@ -94,3 +106,7 @@ def run_tool(main: Callable[[], int]) -> NoReturn:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         sys.exit(INTERRUPTED)
+    except OSError as error:
+        if (words := about_a_path(error)) is None:
+            raise
+        sys.exit(f"error: {words}")

@@ -284,7 +284,7 @@ class Profile:
             raise
         except KeyError as error:
             raise ProfileError(f"the profile has no field {error}") from error
-        except (TypeError, ValueError, AttributeError, IndexError) as error:
+        except (TypeError, ValueError, AttributeError, IndexError, OverflowError) as error:
             raise ProfileError(f"the profile is malformed: {error}") from error
 
     def save(self, path: Path) -> None:

@@ -19,7 +19,7 @@ from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, NoReturn
 
 from megatron_flex.runtime.words import say_once
-from megatron_flex.signals import INTERRUPTED
+from megatron_flex.signals import INTERRUPTED, about_a_path
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -131,7 +131,9 @@ def describe(error: BaseException) -> str:
     """An exception in words: the message of an expected one, type and message of another."""
     if isinstance(error, SystemExit):
         return str(error)
-    return "".join(traceback.format_exception_only(type(error), error)).strip()
+    return (
+        about_a_path(error) or "".join(traceback.format_exception_only(type(error), error)).strip()
+    )
 
 
 def run(main: Callable[[], None], hint: str = "") -> NoReturn:
@@ -164,8 +166,12 @@ def run(main: Callable[[], None], hint: str = "") -> NoReturn:
     except BaseException as error:
         rank, words = os.environ.get("RANK", "0"), describe(error)
         status = 1
-        message = f"error in worker {rank}: {words} (its traceback is above)"
-        _speak(f"error in worker {rank}:\n{traceback.format_exc()}", words)
+        if about_a_path(error):
+            message = f"error: {words}"
+            _speak(message)
+        else:
+            message = f"error in worker {rank}: {words} (its traceback is above)"
+            _speak(f"error in worker {rank}:\n{traceback.format_exc()}", words)
     if status == 0:
         _leave_groups()
     elif message:

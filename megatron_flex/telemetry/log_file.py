@@ -24,7 +24,7 @@ class LogFile:
 
     def write(self, text: str) -> None:
         """Append a line."""
-        self._file.append((text + "\n").encode())
+        self._file.append((text + "\n").encode(errors="backslashreplace"))
 
     def close(self) -> None:
         """Close the file; what is written later is lost."""

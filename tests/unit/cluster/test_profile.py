@@ -47,6 +47,8 @@ def test_the_text_form_round_trips(tmp_path: Path) -> None:
         (("kinds", "mlp", "forward", "per_token"), 0.0, "cannot be free"),
         (("kinds", "head", "update"), float("inf"), "head.update is inf"),
         (("kinds", "head", "activation"), "much", "malformed"),
+        (("longest",), float("inf"), "malformed"),
+        (("kinds", "head", "activation"), 10**400, "malformed"),
         (("boundary",), -2.0, "boundary is -2.0"),
         (("tokens",), [100, 10], "is empty"),
         (("tokens",), [0, 10], "is empty"),

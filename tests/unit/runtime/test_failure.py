@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -108,3 +110,19 @@ def test_a_job_of_one_worker_asks_nobody() -> None:
 def test_expected_errors_are_described_by_their_words_alone() -> None:
     assert describe(SystemExit("give --data-path")) == "give --data-path"
     assert describe(KeyError("x")) == "KeyError: 'x'"
+    assert describe(OSError("no number")) == "OSError: no number"
+
+
+def test_a_path_that_cannot_be_used_is_one_line() -> None:
+    """Also where nobody has thought of it."""
+    script = (
+        "import sys; from pathlib import Path; from megatron_flex.signals import run_tool\n"
+        "from megatron_flex.runtime.failure import run\n"
+        "{'worker': run, 'tool': run_tool}[sys.argv[1]](lambda: Path('x' * 300).exists())"
+    )
+    for kind in ("worker", "tool"):
+        done = subprocess.run(
+            [sys.executable, "-c", script, kind], capture_output=True, text=True, check=False
+        )
+        words = f"error: {'x' * 300}: File name too long: give another\n"
+        assert (done.returncode, done.stderr) == (1, words)
