@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Mapping, Sequence, Set
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import numpy as np
 
@@ -35,7 +35,7 @@ from megatron_flex.planner.memory import (
     slab_elements,
     state_bytes,
 )
-from megatron_flex.planner.passes import Level, Passes, passes, slice_passes
+from megatron_flex.planner.passes import Level, passes, slice_passes
 from megatron_flex.planner.plan import OPlan, Plan, Stage
 from megatron_flex.planner.tensor import ALONE, TensorParallel
 from megatron_flex.schedule.compact import Lists, offsets, rows
@@ -84,16 +84,19 @@ class Footprint:
         self._divided = divided
         self._exact = exact
         self._layers = config.layers
-        self._units = self._layers.units
-        self._passes: Mapping[Kind, Passes] = passes(config, tensor)
         self.boundary = boundary_bytes(config, tensor)
         self.elements = slab_elements(config, tensor)
-        self._stages: dict[tuple[int, int, OPlan], StagePasses] = {}
-        self._sliced: dict[tuple[int, int, OPlan], SlicePasses] = {}
-        self._slice_passes = {**self._passes, Kind.ATTENTION: slice_passes(config, tensor)}
+        self._all_held = lru_cache(_PLANS)(self._find_held)
+        units, whole = self._layers.units, passes(config, tensor)
+        sliced = {**whole, Kind.ATTENTION: slice_passes(config, tensor)}
+        self._stages = lru_cache(_REMEMBERED)(
+            lambda start, stop, o: stage_passes(whole, units[start:stop], o, config, tensor)
+        )
+        self._sliced = lru_cache(_REMEMBERED)(
+            lambda start, stop, o: slice_stage(sliced, units[start:stop], o, config, tensor)
+        )
         self.chains: ChainBytes = chain_bytes(config, tensor)
         self._tables = rotary_bytes(config)
-        self._helds: dict[Plan, dict[int, dict[int, float]]] = {}  # of the last plans
 
     # ---- slabs -------------------------------------------------------------------------------
 
@@ -135,13 +138,6 @@ class Footprint:
     def _held(self, plan: Plan, device: int) -> Mapping[int, float]:
         """Bytes of each slab that a device holds under ``plan``, in their order."""
         return self._all_held(plan).get(device, {})
-
-    def _all_held(self, plan: Plan) -> dict[int, dict[int, float]]:
-        if plan not in self._helds:
-            if len(self._helds) >= _PLANS:
-                self._helds.clear()
-            self._helds[plan] = self._find_held(plan)
-        return self._helds[plan]
 
     def _find_held(self, plan: Plan) -> dict[int, dict[int, float]]:
         sharded, away = sharded_slabs(plan, self._layers), plan.o_plan.optimizer
@@ -208,24 +204,10 @@ class Footprint:
     # ---- passes ------------------------------------------------------------------------------
 
     def _stage(self, stage: Stage, o: OPlan) -> StagePasses:
-        key = (stage.start, stage.stop, o)
-        if key not in self._stages:
-            if len(self._stages) >= _REMEMBERED:
-                self._stages.clear()
-            units = self._units[stage.start : stage.stop]
-            self._stages[key] = stage_passes(self._passes, units, o, self._config, self._tensor)
-        return self._stages[key]
+        return self._stages(stage.start, stage.stop, o)
 
     def _slices(self, stage: Stage, o: OPlan) -> SlicePasses:
-        key = (stage.start, stage.stop, o)
-        if key not in self._sliced:
-            if len(self._sliced) >= _REMEMBERED:
-                self._sliced.clear()
-            units = self._units[stage.start : stage.stop]
-            self._sliced[key] = slice_stage(
-                self._slice_passes, units, o, self._config, self._tensor
-            )
-        return self._sliced[key]
+        return self._sliced(stage.start, stage.stop, o)
 
     def travelling(self, plan: Plan, stage: int, tokens: float, sliced: float = 0.0) -> float:
         """Bytes of one pass's activations that may go to the host.

@@ -6,10 +6,7 @@ import json
 from pathlib import Path
 
 from megatron_flex.model.config import ModelConfig
-
-
-def _padded(vocabulary: int, multiple: int = 128) -> int:
-    return -(-vocabulary // multiple) * multiple
+from megatron_flex.schedule.shards import round_up
 
 
 def _gpt(layers: int, hidden: int, heads: int) -> ModelConfig:
@@ -18,7 +15,7 @@ def _gpt(layers: int, hidden: int, heads: int) -> ModelConfig:
         hidden_size=hidden,
         num_attention_heads=heads,
         vocab_size=50257,
-        padded_vocab_size=_padded(50257),
+        padded_vocab_size=round_up(50257, 128),
         max_position_embeddings=65536,
         ffn_hidden_size=4 * hidden,
         kv_channels=hidden // heads,
@@ -34,7 +31,7 @@ def _bert(layers: int) -> ModelConfig:
         hidden_size=1024,
         num_attention_heads=16,
         vocab_size=30522,
-        padded_vocab_size=_padded(30522),
+        padded_vocab_size=round_up(30522, 128),
         max_position_embeddings=8192,
         ffn_hidden_size=4096,
         kv_channels=64,

@@ -17,6 +17,7 @@ from megatron_flex.model.config import ModelConfig
 from megatron_flex.model.layers import Kind, LayerList
 from megatron_flex.planner.flops import model_work
 from megatron_flex.planner.plan import Plan, PlanError, Stage
+from megatron_flex.planner.tables import prefix
 from megatron_flex.schedule.pipeline_layout import rows_of
 
 UnitChoice = Literal["block", "layer"]
@@ -128,13 +129,13 @@ def bottleneck_cuts(costs: Sequence[float], stages: int) -> tuple[int, ...]:
     count = len(costs)
     if not 1 <= stages <= count:
         raise PlanError(f"cannot cut {count} units into {stages} non-empty stages")
-    prefix = np.concatenate([[0.0], np.cumsum(np.asarray(costs, dtype=np.float64))])
-    run = prefix[None, :] - prefix[:, None]  # run[i, j]: cost of units i .. j - 1
+    sums = prefix(costs)
+    run = sums[None, :] - sums[:, None]  # run[i, j]: cost of units i .. j - 1
     empty = np.tri(count + 1, dtype=bool)  # j <= i
     best = np.where(empty, np.inf, run)[0]
     for _ in range(1, stages):
         best = np.where(empty, np.inf, np.maximum(best[:, None], run)).min(axis=0)
-    limit = best[count] + 1e-12 * prefix[-1]
+    limit = best[count] + 1e-12 * sums[-1]
     squares = np.where(empty | (run > limit), np.inf, run * run)
     total = squares[0]
     choices = []
@@ -192,8 +193,7 @@ def _cost_cuts(
         )
     if free == 0:
         return (*head, begin, *tail)
-    prefix = np.concatenate([[0.0], np.cumsum(np.asarray(costs, dtype=np.float64))])
-    inner = bottleneck_cuts(np.diff(prefix[points]).tolist(), free)
+    inner = bottleneck_cuts(np.diff(prefix(costs)[points]).tolist(), free)
     return (*head, *(points[i] for i in inner), *tail)
 
 
