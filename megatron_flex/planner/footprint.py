@@ -319,7 +319,6 @@ class Footprint:
         slabs = range(self._layers.num_slabs)
         all_held = self._all_held(held)
         owned = [all_held.get(device, {}) for device in range(devices)]
-        first = [sum(own.values()) + self._twice_tied(held, d) for d, own in enumerate(owned)]
         held_offset, held_slab = rows([list(own) for own in owned])
         recut: list[dict[int, tuple[float, float, float]]] = [{} for _ in range(devices)]
         if after is not None:
@@ -330,7 +329,7 @@ class Footprint:
                     recut[d][slab] = self._recut(slab, part, holds, slab in sharded)
         recut_offset, recut_slab = rows([list(of_device) for of_device in recut])
         return {
-            "held": np.array(first, dtype=np.float64),
+            "held": np.array([self.held(held, device) for device in range(devices)]),
             "held_offset": held_offset,
             "held_slab": held_slab,
             "held_bytes": np.array([b for own in owned for b in own.values()], dtype=np.float64),

@@ -66,17 +66,6 @@ class Prediction:
         """Every operation with its time."""
         return self.timeline.placement
 
-    @property
-    def bubble(self) -> float:
-        """Mean part of the time in which a device that holds a stage waits."""
-        devices = self.placement.problem.plan.devices
-        return sum(self.timeline.bubble(d) for d in devices) / len(devices)
-
-    @property
-    def peak(self) -> float:
-        """Bytes of the fullest device."""
-        return max(self.device_bytes)
-
 
 def op_costs(costs: ModelCosts, plan: Plan, batch: Batch) -> OpCosts:
     """Costs of every operation. ``costs`` must have single units as elements.

@@ -113,10 +113,6 @@ class OpCosts:
         """Seconds of each micro-batch over all stages, added stage after stage."""
         return tuple(np.cumsum(self.works, axis=0)[-1].tolist())
 
-    def work(self, stage: int, micro_batch: int) -> float:
-        """Seconds of forward and backward of one micro-batch on one stage."""
-        return float(self.works[stage, micro_batch])
-
     def stage_work(self, stage: int) -> tuple[float, ...]:
         """Seconds of forward and backward on one stage, for each micro-batch."""
         return tuple(self.works[stage].tolist())

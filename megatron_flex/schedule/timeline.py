@@ -42,12 +42,6 @@ class Timeline:
         """Most bytes of activations that each device holds at one time."""
         return self.placement.peak
 
-    def bubble(self, device: int) -> float:
-        """Fraction of the iteration in which a device neither computes nor updates."""
-        if self.makespan <= 0:
-            return 0.0
-        return 1.0 - (self.placement.busy(device) + self.update[device]) / self.makespan
-
 
 def timeline(placement: Placement, layers: LayerList) -> Timeline:
     """Add reductions, the global norm and updates to placed operations.

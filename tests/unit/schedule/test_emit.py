@@ -159,7 +159,6 @@ def test_the_timeline_adds_reductions_norm_and_updates() -> None:
     assert line.norm == computed + 4.0
     assert line.update == (2.0, 2.0, 2.0)
     assert line.makespan == line.norm + 2.0
-    assert line.bubble(0) == pytest.approx(1 - (3.0 + 2.0) / line.makespan)
 
 
 def test_what_does_not_belong_together_is_refused() -> None:
