@@ -16,7 +16,7 @@ from megatron_flex.runtime.custody import Custody, State
 from megatron_flex.runtime.failure import CommunicationError
 from megatron_flex.runtime.states import StateTransfers
 from megatron_flex.runtime.world import World
-from megatron_flex.schedule.instructions import Recut, RecvState
+from megatron_flex.schedule.instructions import Recut, RecvPiece, RecvState
 from megatron_flex.twinlayer.errors import TwinError
 from tests.unit.runtime.test_executor_waits import OnItsWay
 from tests.unit.runtime.test_memory import Worker
@@ -93,6 +93,40 @@ def test_a_slab_that_is_still_arriving_is_copied_when_it_is_there() -> None:
     assert begun == ["copy"]
     slabs.changeable(3)
     assert not slabs.usable(3)
+
+
+def test_optimizer_state_goes_to_the_host_when_it_is_there() -> None:
+    slabs, order = custody(), []
+    slabs._holdings.drop(3)
+    slabs.carriers.receive = lambda op, state: OnItsWay(lambda: order.append("came"))  # type: ignore
+    rehouse = slabs._holdings.rehouse
+
+    def noted(number: int, *, offloaded: bool) -> None:
+        order.append("went")
+        rehouse(number, offloaded=offloaded)
+
+    slabs._holdings.rehouse = noted  # type: ignore
+    slabs.receive(RecvState(3, 1), offloaded=False)
+    slabs.rehouse(3, offloaded=True)
+    assert order == ["came", "went"]
+
+
+def test_a_slab_has_its_next_part_when_all_pieces_have_come() -> None:
+    slabs, pieces = custody(), [Arrival() for _ in range(3)]
+    came = iter(pieces)
+    slabs.carriers.receive = lambda op, tensor: next(came)  # type: ignore
+    numel = slabs._holdings.slabs[3].layout.numel
+    slabs._holdings.drop(3)
+    slabs.recut(Recut(3, 0, numel))
+    slabs.receive_piece(RecvPiece(3, 0, numel, 1))
+    for piece in pieces[:2]:
+        piece.here.set()
+    with ThreadPoolExecutor(1) as pool:
+        whole = pool.submit(slabs.changeable, 3)
+        assert pieces[2].waited_for.wait(10), "nobody waits for a piece that has not come"
+        assert not whole.done()
+        pieces[2].here.set()
+        whole.result(10)
 
 
 def test_a_copy_that_does_not_end_names_slab_and_seconds() -> None:
