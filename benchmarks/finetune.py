@@ -31,6 +31,7 @@ ROOT = Path(__file__).resolve().parents[1]
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
+from benchmarks.products import make
 from megatron_flex.data.bar import progress_bar
 from megatron_flex.telemetry import jsonl
 
@@ -57,23 +58,19 @@ class Data:
     def write(self) -> None:
         """Make what is missing."""
         chats, texts = self.directory / "chitchat.jsonl", self.directory / "texts.jsonl"
-        self._run(chats, "examples/finetune/chitchat.py", "--output", chats)
+        make(chats, "examples/finetune/chitchat.py", "--output", chats)
         if not self.tokenizer.exists():
             with chats.open() as lines, texts.open("w") as stream:
                 for line in lines:
                     for message in json.loads(line)["messages"]:
                         stream.write(json.dumps({"text": message["content"]}) + "\n")
-        self._run(self.tokenizer, "tools/train_tokenizer.py", "--input", texts, "--vocab-size",
-                  4096, "--special-tokens", *MARKS, "--output", self.tokenizer)  # fmt: skip
-        self._run(
+        make(self.tokenizer, "tools/train_tokenizer.py", "--input", texts, "--vocab-size",
+             4096, "--special-tokens", *MARKS, "--output", self.tokenizer)  # fmt: skip
+        make(
             self.prefix.with_suffix(".idx"), "tools/preprocess_data.py", "--input", chats,
             "--output-prefix", self.directory / "data", "--sample-format", "chat", "--workers", 2,
             "--tokenizer-type", "SentencePieceTokenizer", "--tokenizer-model", self.tokenizer,
         )  # fmt: skip
-
-    def _run(self, product: Path, tool: str, *words: object) -> None:
-        if not product.exists():
-            subprocess.run([sys.executable, str(ROOT / tool), *map(str, words)], check=True)
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,6 @@ import time
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
-from datetime import timedelta
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -35,11 +34,11 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 import torch
-import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from benchmarks.chain_memory import table
 from benchmarks.directed import Directed
+from benchmarks.two_workers import meet
 from megatron_flex.arguments import parse
 from megatron_flex.cluster.cluster import load
 from megatron_flex.config.config import Config
@@ -58,7 +57,6 @@ from megatron_flex.profiling import Workbench, fit, grid, measure
 from megatron_flex.runtime.executor import Executor
 from megatron_flex.runtime.holdings import Holdings
 from megatron_flex.runtime.optimizer import OptimizerConfig, StepSize
-from megatron_flex.runtime.world import World
 
 STEP = StepSize(1e-4, 0.01)
 CPU = torch.device("cpu")
@@ -99,12 +97,7 @@ def prepare(arguments: argparse.Namespace) -> tuple[Config, Parts, BatchSource]:
 
 def worker(rank: int, directory: str, arguments: argparse.Namespace, jobs: Sequence[Job]) -> None:
     """One of the two workers: runs the jobs in order; the first writes what they took."""
-    torch.set_num_threads(1)
-    timeout = timedelta(minutes=5)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{directory}/meet", rank=rank, world_size=2, timeout=timeout
-    )
-    world = World.create(CPU, timeout)
+    world = meet(rank, f"{directory}/meet")
     config, parts, source = prepare(arguments)
     first = Plan.parse(jobs[0][2])
     holdings = Holdings(parts.model, first, rank, CPU)

@@ -30,7 +30,6 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from datetime import timedelta
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -47,6 +46,7 @@ from benchmarks.directed import Directed
 from benchmarks.plain import Pipelined, Rectangles, Replicated
 from benchmarks.static_plans import TARGETS, Chooser, other
 from benchmarks.stdlib_data import StdlibData
+from benchmarks.two_workers import meet
 from megatron_flex.arguments import parse
 from megatron_flex.config.config import Config
 from megatron_flex.data.bar import progress_bar, shown
@@ -277,13 +277,8 @@ def turns_of(row: Row, batches: int, cycles: int) -> list[int]:
 
 def worker(rank: int, place: Place, rows: Sequence[Row]) -> None:
     """One of the two workers; the first writes what the iterations took."""
-    torch.set_num_threads(1)
     keep_freed_memory()
-    timeout = timedelta(minutes=5)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{place.work}/meet", rank=rank, world_size=2, timeout=timeout
-    )
-    world = World.create(CPU, timeout)
+    world = meet(rank, f"{place.work}/meet")
     runners = [Runner(place, row, world) for row in rows]
     cycles, batches = place.arguments.cycles, place.arguments.batches
     total = sum(2 * len(r.choices) for r in rows) + len(rows) * (batches - 1 + cycles)
@@ -339,6 +334,8 @@ def main() -> None:
     parser.add_argument("--batches", type=int, default=3, help="global batches, taken in turn")
     parser.add_argument("--cycles", type=int, default=7, help="iterations of each row")
     arguments = parser.parse_args()
+    if arguments.cycles < 2:
+        parser.error("--cycles must be at least 2: one time has no quartiles")
     with tempfile.TemporaryDirectory() as directory:
         work = Path(directory)
         place = Place(StdlibData(arguments.data or work / "data"), work, arguments)

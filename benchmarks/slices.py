@@ -25,7 +25,6 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Sequence
-from datetime import timedelta
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -34,11 +33,11 @@ sys.path.insert(0, str(ROOT))
 
 import numpy as np
 import torch
-import torch.distributed as dist
 import torch.multiprocessing as mp
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
 from benchmarks.directed import Directed
+from benchmarks.two_workers import meet
 from megatron_flex.arguments import parse
 from megatron_flex.config.config import Config
 from megatron_flex.loop.assemble import Parts, assemble
@@ -51,7 +50,6 @@ from megatron_flex.profiling import Workbench, fit, grid, measure
 from megatron_flex.runtime.executor import Executor
 from megatron_flex.runtime.holdings import Holdings
 from megatron_flex.runtime.optimizer import OptimizerConfig, StepSize
-from megatron_flex.runtime.world import World
 
 CPU = torch.device("cpu")
 STEP = StepSize(1e-4, 0.01)
@@ -110,12 +108,7 @@ def chosen(config: Config, parts: Parts) -> str:
 
 def worker(rank: int, directory: str, arguments: argparse.Namespace, jobs: Sequence[Job]) -> None:
     """One of the two workers: runs the jobs in order; the first writes what they took."""
-    torch.set_num_threads(1)
-    timeout = timedelta(minutes=5)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{directory}/meet", rank=rank, world_size=2, timeout=timeout
-    )
-    world = World.create(CPU, timeout)
+    world = meet(rank, f"{directory}/meet")
     first = Plan.parse(jobs[0][1])
     ways: dict[str, Directed] = {}
     executor: Executor | None = None
@@ -155,6 +148,8 @@ def main() -> None:
     parser.add_argument("--short", action="store_true", help="instead: all samples are short")
     parser.add_argument("--cycles", type=int, default=9)
     arguments = parser.parse_args()
+    if arguments.cycles < 2:
+        parser.error("--cycles must be at least 2: one time has no quartiles")
     with tempfile.TemporaryDirectory() as directory:
         write_data(arguments, directory)
         closed = parse(flags(arguments, directory, "0")[:-2], world_size=2)

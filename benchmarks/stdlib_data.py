@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,7 +9,8 @@ import numpy as np
 import torch
 from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
 
-TOOLS = Path(__file__).resolve().parents[1] / "tools"
+from benchmarks.products import make
+
 ENOUGH = 2000
 """Documents whose tokens make the samples of equal lengths."""
 
@@ -36,18 +35,14 @@ class StdlibData:
         """Make what is missing: corpus, tokenizer, tokens."""
         self.directory.mkdir(parents=True, exist_ok=True)
         corpus = self.directory / "corpus.jsonl"
-        self._run(corpus, "stdlib_corpus.py", "--output", corpus)
-        self._run(self.tokenizer, "train_tokenizer.py", "--input", corpus,
-                  "--vocab-size", 4096, "--output", self.tokenizer)  # fmt: skip
-        self._run(
-            self.prefix.with_suffix(".idx"), "preprocess_data.py", "--input", corpus,
+        make(corpus, "tools/stdlib_corpus.py", "--output", corpus)
+        make(self.tokenizer, "tools/train_tokenizer.py", "--input", corpus,
+             "--vocab-size", 4096, "--output", self.tokenizer)  # fmt: skip
+        make(
+            self.prefix.with_suffix(".idx"), "tools/preprocess_data.py", "--input", corpus,
             "--output-prefix", self.directory / "stdlib", "--append-eod", "--workers", 1,
             "--tokenizer-type", "SentencePieceTokenizer", "--tokenizer-model", self.tokenizer,
         )  # fmt: skip
-
-    def _run(self, product: Path, tool: str, *words: object) -> None:
-        if not product.exists():
-            subprocess.run([sys.executable, str(TOOLS / tool), *map(str, words)], check=True)
 
     def write_equal(self, prefix: Path, length: int) -> None:
         """Documents of ``length`` inputs each, from the same tokens one after the other."""
