@@ -100,8 +100,10 @@ def parse(
 
     try:
         workers = _world_size() if world_size is None else world_size
-        if tensor_size is not None and automatic_tensor_size(words):
-            size = tensor_size(lambda n: build(with_tensor_size(words, n)), workers)
+        if tensor_size is not None:
+            size = 1
+            if automatic_tensor_size(words):
+                size = tensor_size(lambda n: build(with_tensor_size(words, n)), workers)
             words = with_tensor_size(words, size)
         return build(words)
     except ArgumentsError as error:
@@ -130,8 +132,17 @@ def _parsed(
 
 
 def automatic_tensor_size(words: Sequence[str]) -> bool:
-    """Whether the words of a command line leave open how many workers share each layer."""
-    return with_tensor_size(words, 1) != list(words)
+    """Whether the words of a command line leave open how many workers share each layer.
+
+    As everywhere, the last of several values counts.
+    """
+    flag, automatic = TENSOR_SIZE
+    value = None
+    for word, following in zip(words, [*words[1:], None], strict=True):
+        name, joined, text = word.partition("=")
+        if name == flag:
+            value = text if joined else following
+    return value == automatic
 
 
 def with_tensor_size(words: Sequence[str], size: int) -> list[str]:
@@ -141,7 +152,7 @@ def with_tensor_size(words: Sequence[str], size: int) -> list[str]:
     for i, word in enumerate(found[1:], 1):
         if word == automatic and found[i - 1] == flag:
             found[i] = str(size)
-    if size == 1 and found != list(words):
+    if size == 1 and automatic_tensor_size(words):
         found = [word for word in found if word != "--sequence-parallel"]
     return found
 

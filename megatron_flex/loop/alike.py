@@ -6,6 +6,7 @@ Where things lie may differ from server to server; what is there may not.
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -36,7 +37,11 @@ _FIRST = 8
 
 def of_the_flags(config: Config) -> Facts:
     """Flags, and what the files hold that they name."""
-    found = {"the number of workers": str(config.world_size), "the model": config.architecture}
+    found = {
+        "the number of workers": str(config.world_size),
+        "the number of workers on a server": os.environ.get("LOCAL_WORLD_SIZE", ABSENT),
+        "the model": config.architecture,
+    }
     for name, group in GROUPS.items():
         own = getattr(config, name)
         for option in options(group):

@@ -71,7 +71,7 @@ def start(
         # What is made next depends on how many workers share layers.
         try:
             control = control_group(timeout)
-            check_alike(control, facts or {}, _apart(rank, sharing))
+            check_alike(control, facts or {}, _apart(rank, size, sharing))
         except RuntimeError as error:
             raise lost(rank, "what all workers start from", error) from error
         world = World.create(
@@ -86,9 +86,15 @@ def _threads(environment: Mapping[str, str]) -> int:
     return int(first) if first.isdecimal() and int(first) > 0 else 1
 
 
-def _apart(rank: int, sharing: int) -> str:
-    """Why workers that share layers would not be neighbours on one server; empty if they are."""
+def _apart(rank: int, size: int, sharing: int) -> str:
+    """Why servers are not alike, or workers that share layers would not be neighbours on one
+    server; empty if all is well."""
     local = int(os.environ.get("LOCAL_WORLD_SIZE", str(sharing)))
+    if "LOCAL_WORLD_SIZE" in os.environ and size % local:
+        return (
+            f"{size} workers do not fill servers of {local}, as many as worker {rank}'s has: start"
+            " as many on each server (torchrun --nproc-per-node)"
+        )
     if local % sharing:
         return (
             f"{local} workers on a server are no multiple of --tensor-model-parallel-size"

@@ -10,6 +10,7 @@ from megatron_flex.arguments import parse
 from megatron_flex.cluster.cluster import DESCRIBED
 from megatron_flex.loop.alike import of_the_files, of_the_flags
 from megatron_flex.loop.assemble import assemble
+from megatron_flex.runtime import launch
 from megatron_flex.runtime.agreement import Facts
 from tests.end_to_end import runs
 from tests.unit.loop.test_tensor_size import FLAGS
@@ -71,3 +72,11 @@ def test_data_counts_by_its_samples(tmp_path: Path) -> None:
     assert differing(first, facts(50, 60)) == set()
     assert differing(first, facts(50, 50)) >= {"the train data's first lengths"}
     assert "the train data" in differing(first, facts(60, 60))
+
+
+def test_servers_have_as_many_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = flags()
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
+    assert differing(before, flags()) == {"the number of workers on a server"}
+    assert "4 workers do not fill servers of 3" in launch._apart(0, 4, 1)
+    assert launch._apart(0, 6, 1) == ""
