@@ -25,11 +25,8 @@ def test_the_size_takes_the_place_of_the_word() -> None:
     assert not automatic_tensor_size([*FLAGS, "--slice-tokens", "auto"])
     overridden = ["--sequence-parallel", *AUTO, "--tensor-model-parallel-size", "2"]
     assert not automatic_tensor_size(overridden)
-    found = parse(overridden, world_size=2, tensor_size=lambda *_: 1)
-    assert (found.parallel.tensor_model_parallel_size, found.parallel.sequence_parallel) == (
-        2,
-        True,
-    )
+    p = parse(overridden, world_size=2, tensor_size=lambda *_: 1).parallel
+    assert (p.tensor_model_parallel_size, p.sequence_parallel) == (2, True)
     words = ["--sequence-parallel", *AUTO, "--flexpipe-slice-tokens", "auto"]
     for size, kept in ((1, 1), (2, 0)):
         expected = [*FLAGS, "--tensor-model-parallel-size", str(size)]
