@@ -154,7 +154,7 @@ class Setting:
         """The plan with the way of cutting that suits it; ``None`` if none fits."""
         found: Prediction | None = None
         for batch in ways:
-            price = self.planner.finder([batch]).best_of(plan, None, "given").price
+            price = self.planner.finder([batch]).best_of(plan, None).price
             if not price.fits:
                 continue
             try:

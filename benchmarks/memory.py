@@ -155,7 +155,7 @@ class Chooser:
         """The layout of ``plan`` with the memory optimisation that a batch needs, if it fits."""
         planner = self.planner(budget)
         finder = planner.finder([self.batch(batch)])
-        candidate = planner.fitted(finder, finder.best_of(plan, None, "current"))
+        candidate = planner.fitted(finder, finder.best_of(plan, None))
         return candidate.plan if candidate.price.fits else None
 
     def peak(self, plan: Plan, batch: GlobalBatch) -> float:

@@ -267,7 +267,7 @@ def decisions(
         elif chosen.planner == "static":
             assert static is not None
             finder = planner.finder(batch)
-            candidate = finder.best_of(static, running, "static")
+            candidate = finder.best_of(static, running)
             decision = planner.choose(finder, [candidate], running)
         elif lookahead is not None:
             window = batches[number : number + chosen.lookahead]
@@ -328,7 +328,7 @@ def compared(
     times = []
     for number, batch in enumerate(batches, 1):
         finder = planner.finder(batch)
-        candidate = planner.fitted(finder, finder.best_of(static, None, "static"))
+        candidate = planner.fitted(finder, finder.best_of(static, None))
         if not candidate.price.fits:
             return [
                 f"batch {number} of {len(batches)} does not fit the plan of the flags: {static}"

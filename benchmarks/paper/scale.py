@@ -89,7 +89,7 @@ def service_of(setting: Setting, lengths: Lengths) -> Service:
     thin, cut = setting.thinned, open_cut(setting)
     planner = thin.planner(schedule="auto")
     finder = planner.finder(ways(cut, lengths, thin.devices))
-    even = [c for p in planner.even_plans if (c := finder.best_of(p, None, "static")).price.fits]
+    even = [c for p in planner.even_plans if (c := finder.best_of(p, None)).price.fits]
     static = Plan(min(even, key=lambda c: c.price.seconds).plan.stages)
     options = PlannerOptions(schedule="auto", exact_memory=True, simulations=None)
     return Service(

@@ -193,5 +193,5 @@ def predicted(
         warnings.simplefilter("ignore")  # a profile of other sizes: the estimate is rough anyway
         for number in range(first, first + _LOOKED_AT):
             finder = planner.finder(ways(setup.cut, lengths.of(number), devices))
-            times.append(finder.best_of(plan, None, "now").price.seconds)
+            times.append(finder.best_of(plan, None).price.seconds)
     return crowding(config.world_size) * sum(times) / len(times)

@@ -90,7 +90,7 @@ class PlannedPlans:
         target = self._choice.plan.cut
         batch = batch_of(self._desk.setup.cut, self._lengths.of(iteration), target)
         finder = service.planner.finder([batch])
-        current = finder.best_of(self._choice.plan, None, "current")
+        current = finder.best_of(self._choice.plan, None)
         candidate = service.planner.fitted(finder, current)
         if candidate.price.fits:
             made = service.planner.maker.keep(candidate.plan, batch)

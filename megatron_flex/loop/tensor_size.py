@@ -102,7 +102,7 @@ def _planned(config: Config, size: int) -> Outlook:
                 decision = planner.decide(cut, None)
             else:
                 finder = planner.finder(cut)
-                candidate = finder.best_of(static, None, "static")
+                candidate = finder.best_of(static, None)
                 if not candidate.price.fits:
                     raise PlanError(f"a batch does not fit the plan of the flags, {static}")
                 decision = planner.choose(finder, [candidate], None)

@@ -134,7 +134,7 @@ class Ahead(Amortised):
 
     def _later(self, plan: Plan) -> tuple[Candidate, ...]:
         """A plan for the later batches of the window, each cut as suits it best."""
-        return tuple(f.best_of(plan, None, "window") for f in self._finders[1 : len(self._path)])
+        return tuple(f.best_of(plan, None) for f in self._finders[1 : len(self._path)])
 
     def _on(self, candidate: Candidate) -> float:
         """Of the later batches."""

@@ -28,15 +28,11 @@ V_FIRST_PASS = (0.35, 0.5, 0.65)
 
 @dataclass(frozen=True)
 class Candidate:
-    """A plan for one way of cutting the batch, priced, with the switch that leads to it.
-
-    ``origin`` says where it comes from: ``current``, ``static``, ``search``, ``v`` or ``hbsa``.
-    """
+    """A plan for one way of cutting the batch, priced, with the switch that leads to it."""
 
     price: Price
     micro_batching: int
     change: SwitchPrice | None
-    origin: str
 
     @property
     def plan(self) -> Plan:
@@ -90,13 +86,10 @@ class Finder:
         """The switch from what runs now; ``None`` at the start."""
         return None if running is None else self._switches.price(running, plan)
 
-    def best_of(self, plan: Plan, running: Running | None, origin: str) -> Candidate:
+    def best_of(self, plan: Plan, running: Running | None) -> Candidate:
         """A plan with the micro-batching that suits it best; it need not fit."""
         change = self.switch(running, plan)
-        found = [
-            Candidate(pricer.price(plan), i, change, origin)
-            for i, pricer in enumerate(self.pricers)
-        ]
+        found = [Candidate(pricer.price(plan), i, change) for i, pricer in enumerate(self.pricers)]
         return min(found, key=lambda c: (c.seconds, c.price.shortfall, c.micro_batching))
 
     def searched(
@@ -115,9 +108,9 @@ class Finder:
         for i in sorted(range(len(bounds)), key=bounds.__getitem__):
             if bounds[i] >= best:
                 break
-            for plan, origin in self._plans(self.pricers[i].batch, late, stages):
+            for plan in self._plans(self.pricers[i].batch, late, stages):
                 change = self.switch(running, plan)
-                candidate = Candidate(self.pricers[i].price(plan), i, change, origin)
+                candidate = Candidate(self.pricers[i].price(plan), i, change)
                 best = min(best, candidate.seconds)
                 yield candidate
 
@@ -135,27 +128,23 @@ class Finder:
         alone = coefficients[0] + coefficients[1] * batch.tokens + coefficients[2] * batch.squares
         return max(float(alone.sum()) / self.units.num_devices, float(alone.max()))
 
-    def _plans(
-        self, batch: Batch, late: Arrivals | None, stages: Sequence[int]
-    ) -> Iterator[tuple[Plan, str]]:
+    def _plans(self, batch: Batch, late: Arrivals | None, stages: Sequence[int]) -> Iterator[Plan]:
         granule = self.elements.granule
         tables = self.elements.tables(batch, late, granule)
         straight = SearchProblem(tables, granule=granule)
-        cuts: list[tuple[Cut | None, str]] = []
+        cuts: list[Cut | None] = []
         # In a V there is more than one unit a device.
         v = self.elements.options.v and tables.num_elements > 1
         if self.elements.options.straight or not v:
-            cuts += [(straight.search(n), "search") for n in stages]
-        if any(cut is not None and cut.cost <= tables.chain * (1.0 + TIE) for cut, _ in cuts):
-            cuts.append((straight.search(chain=False), "search"))
+            cuts += [straight.search(n) for n in stages]
+        if any(cut is not None and cut.cost <= tables.chain * (1.0 + TIE) for cut in cuts):
+            cuts.append(straight.search(chain=False))
         if v:
             for first_pass in V_FIRST_PASS:
                 steps = v_steps(tables.work, first_pass)
                 template = SearchProblem(tables, steps, granule)
-                cuts.append((template.search(), "v"))
-        for cut, origin in cuts:
-            if cut is not None:
-                yield plan_of(tables, cut.groups), origin
+                cuts.append(template.search())
+        yield from (plan_of(tables, cut.groups) for cut in cuts if cut is not None)
 
     def infeasible(self, best: Price | None = None) -> Infeasible:
         """Why nothing fits.

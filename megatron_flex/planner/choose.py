@@ -169,14 +169,14 @@ class Chooser:
         """
         if self._bench.fitter is None:
             raise finder.infeasible()
-        plans = [*found, *(finder.best_of(p, running, "static") for p in self._bench.even_plans)]
+        plans = [*found, *(finder.best_of(p, running) for p in self._bench.even_plans)]
         plans = sorted(distinct(plans), key=lambda c: (c.price.shortfall, rank(c, None, 0.0)))
         fitted = [self._bench.fitted(finder, c) for c in plans[:LAST_TRIES]]
         fits = [c for c in fitted if c.price.fits]
         if not fits:
             fitted.sort(key=lambda c: c.price.shortfall)
             nearest = squeezed(
-                lambda plan: self._bench.fitted(finder, finder.best_of(plan, running, "squeezed")),
+                lambda plan: self._bench.fitted(finder, finder.best_of(plan, running)),
                 fitted[:STARTS],
                 self._bench.elements.points,
                 NEIGHBOURS,

@@ -103,7 +103,7 @@ class Hbsa:
             if found is None:
                 raise finder.infeasible(None if nearest is None else nearest.price)
             return self._decision(found, None, (), finder, None)
-        kept = self._fitted(finder, running.plan, running, "current")
+        kept = self._fitted(finder, running.plan, running)
         stages = len(kept.plan.stages)
         if wanted == stages and (self.peak is not None or kept.price.missing <= 0):
             a = self._condition_a(batch, length, stages)
@@ -196,7 +196,7 @@ class Hbsa:
             plan = self.layers.search(finder.pricers[0].batch, n, self.planner.options.bounds)
             if plan is None:
                 continue
-            candidate = self._fitted(finder, plan, running, "hbsa")
+            candidate = self._fitted(finder, plan, running)
             if self.peak is not None:
                 return candidate, None
             if self.planner.runs(candidate, running):
@@ -207,11 +207,9 @@ class Hbsa:
                 nearest = candidate
         return last, nearest
 
-    def _fitted(
-        self, finder: Finder, plan: Plan, running: Running | None, origin: str
-    ) -> Candidate:
+    def _fitted(self, finder: Finder, plan: Plan, running: Running | None) -> Candidate:
         """A layout, with what its program needs for its memory where the planner looks at that."""
-        candidate = finder.best_of(plan, running, origin)
+        candidate = finder.best_of(plan, running)
         if self.peak is not None:
             return candidate
         return self.planner.fitted(finder, candidate, None if running is None else running.plan)

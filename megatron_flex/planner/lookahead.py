@@ -156,8 +156,8 @@ class Lookahead:
         """
         if running is None or not pool.records:
             return None
-        asked = ((self.static, "static"), (running.plan, "current"))
-        found = [self._as_before(finder, running, pool, plan, origin) for plan, origin in asked]
+        asked = (self.static, running.plan)
+        found = [self._as_before(finder, running, pool, plan) for plan in asked]
         if not any(c.price.fits for c in found):
             return None
         ways = len(finder.pricers)
@@ -172,17 +172,15 @@ class Lookahead:
             return None
         return decision, beyond.settled(after, decision)
 
-    def _as_before(
-        self, finder: Finder, running: Running, pool: Pool, plan: Plan, origin: str
-    ) -> Candidate:
+    def _as_before(self, finder: Finder, running: Running, pool: Pool, plan: Plan) -> Candidate:
         """A plan with the way of cutting that was best for it of late, if it fits so."""
         ways = len(finder.pricers)
         _, way = pool.entry(plan, ways, ways + 1)
         if way < ways:
             price = finder.pricers[way].price(plan)
             if price.fits:
-                return Candidate(price, way, finder.switch(running, plan), origin)
-        return finder.best_of(plan, running, origin)
+                return Candidate(price, way, finder.switch(running, plan))
+        return finder.best_of(plan, running)
 
     def decide_in(
         self,
@@ -200,7 +198,7 @@ class Lookahead:
         first = path.plans[0]
         found = [first]
         if running is not None:
-            found.append(finders[0].best_of(running.plan, running, "current"))
+            found.append(finders[0].best_of(running.plan, running))
         found += prospect.own
         if count == 0:
             return self.planner.choose(finders[0], found, running, settled=first), pool
@@ -285,7 +283,7 @@ class Lookahead:
             except ValueError:
                 break
             plans.append(Plan(decision.plan.stages))
-            running = self.running_of(finder.best_of(decision.plan, None, "hbsa"))
+            running = self.running_of(finder.best_of(decision.plan, None))
         return plans
 
     def _candidates(
@@ -321,6 +319,6 @@ class Lookahead:
         kept = list(dict.fromkeys(plans))[:limit]
         layers = []
         for finder in finders:
-            priced = [finder.best_of(plan, None, "window") for plan in kept]
+            priced = [finder.best_of(plan, None) for plan in kept]
             layers.append([c for c in priced if c.price.fits])
         return layers

@@ -64,7 +64,7 @@ class Planner(Workbench):
         for plan in dict.fromkeys(Plan(p.stages) for p in plans):
             total = 0.0
             for finder in finders:
-                total += finder.best_of(plan, None, "static").price.seconds
+                total += finder.best_of(plan, None).price.seconds
                 if total >= best_seconds:
                     break
             if total < best_seconds:
@@ -82,7 +82,7 @@ class Planner(Workbench):
         self,
         batches: Sequence[Batch],
         running: Running | None,
-        others: Sequence[tuple[Plan, str]] = (),
+        others: Sequence[Plan] = (),
     ) -> Decision:
         """:meth:`decide_with` without plans of earlier batches."""
         return self.decide_with(Pool.empty(), batches, running, others)[0]
@@ -92,7 +92,7 @@ class Planner(Workbench):
         pool: Pool,
         batches: Sequence[Batch],
         running: Running | None,
-        others: Sequence[tuple[Plan, str]] = (),
+        others: Sequence[Plan] = (),
         count: int | None = None,
     ) -> tuple[Decision, Pool]:
         """The best plan for the next iteration, whatever follows it, and the pool after it.
@@ -101,7 +101,7 @@ class Planner(Workbench):
             pool: plans that were good for the batches before it.
             batches: the ways of cutting its batch to micro-batches.
             running: the iteration before it; ``None`` at the start.
-            others: further plans to consider, with where they come from.
+            others: further plans to consider.
             count: simulations; default what the options say.
 
         Raises:
@@ -111,9 +111,9 @@ class Planner(Workbench):
         found = list(finder.searched(running))
         if running is not None:
             found += finder.searched(running, switching=False)
-            found.append(finder.best_of(running.plan, running, "current"))
+            found.append(finder.best_of(running.plan, running))
         if not self.options.split:
             # A fused backward runs best on equal degrees, which the closed form does not know.
-            found += [finder.best_of(plan, running, "static") for plan in self.even_plans]
-        found += [finder.best_of(plan, running, origin) for plan, origin in others]
+            found += [finder.best_of(plan, running) for plan in self.even_plans]
+        found += [finder.best_of(plan, running) for plan in others]
         return self.search(finder, found, running, pool, count)

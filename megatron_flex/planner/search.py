@@ -115,7 +115,7 @@ class Searcher:
         saves = ranked[0].detail.candidate.plan.o_plan.saves
         if saves and self._bench.fitter is not None and self._bench.units.ranks <= MOST_DEVICES:
             # Memory is short: what fits by its program though not by the bound may be faster.
-            even = (finder.best_of(p, running, "static") for p in self._bench.even_plans)
+            even = (finder.best_of(p, running) for p in self._bench.even_plans)
             near = distinct([*found, *even])
             near.sort(key=lambda c: (c.price.shortfall, rank(c, None, 0.0)))
             for c in [c for c in near if not c.price.fits][:NEAR]:
@@ -179,7 +179,7 @@ class Searcher:
             bounds.sort(key=lambda b: b[:2])
             found = [(Plan(plan.stages), way) for _, way, plan in bounds]
         else:
-            some = [finder.best_of(plan, running, "static") for plan in self._bench.even_plans]
+            some = [finder.best_of(plan, running) for plan in self._bench.even_plans]
             some.sort(key=lambda c: rank(c, None, c.seconds))
             found = [(Plan(c.plan.stages), c.micro_batching) for c in some]
         yield from found

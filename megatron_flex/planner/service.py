@@ -351,7 +351,7 @@ class Service:
                 tables = self._decider.elements.tables(batch)
                 cut = exhaustive(tables)
                 if cut is not None:
-                    found.append((plan_of(tables, cut.groups), "exhaustive"))
+                    found.append(plan_of(tables, cut.groups))
             decision, self._pool = self._decider.decide_with(
                 self._pool, batches, running, found, count
             )
@@ -363,7 +363,7 @@ class Service:
                 window = [[pricer.batch for pricer in finder.pricers] for finder in finders]
                 self._best_static = self._decider.best_static(window)
             finder = finders[0]
-            candidate = finder.best_of(self._best_static, running, "static")
+            candidate = finder.best_of(self._best_static, running)
             candidate = self._decider.fitted(finder, candidate)
             if not candidate.price.fits:
                 exact = self._setup.options.exact_memory
@@ -383,13 +383,13 @@ class Service:
 
     def _given(self, finder: Finder, running: Running | None) -> Decision:
         """The given layout, with the way of cutting the batch in which it is simulated fastest."""
-        best, least = finder.best_of(self._lookahead.static, running, "static"), math.inf
+        best, least = finder.best_of(self._lookahead.static, running), math.inf
         for way, pricer in enumerate(finder.pricers):
             price = pricer.price(self._lookahead.static)
             found = pricer.simulate(price, least) if price.fits else None
             if found is not None and found.seconds < least:
                 change = finder.switch(running, self._lookahead.static)
-                best, least = Candidate(price, way, change, "static"), found.seconds
+                best, least = Candidate(price, way, change), found.seconds
         best = self._decider.fitted(finder, best)
         if not best.price.fits:
             raise finder.infeasible(best.price)

@@ -138,7 +138,7 @@ class Trials:
         ):
             return None
         change = self._finder.switch(self._running, plan)
-        candidate = self._fitted(Candidate(price, way, change, "pool"))
+        candidate = self._fitted(Candidate(price, way, change))
         if not self._runs(candidate):
             self.given_up[entry] = math.inf
             return None

@@ -12,9 +12,8 @@ from megatron_flex.schedule.placement import Placement
 
 @dataclass(frozen=True)
 class Interval:
-    """Something on a device's communication or update lane: seconds from the iteration's start."""
+    """A reduction on a device's communication lane: seconds from the iteration's start."""
 
-    label: str
     start: float
     finish: float
 
@@ -64,7 +63,7 @@ def timeline(placement: Placement, layers: LayerList) -> Timeline:
             finish = start + (costs.reduce[r.slab] if costs.reduce else 0.0)
             for device in r.group:
                 free[device] = finish
-                lanes[device].append(Interval(f"slab {r.slab}", start, finish))
+                lanes[device].append(Interval(start, finish))
     norm = max(placement.makespan, *free)
     return Timeline(
         placement, tuple(map(tuple, lanes)), norm, tuple(update), norm + max(update, default=0.0)

@@ -39,7 +39,7 @@ def needed(batch: Batch) -> float:
 def fitted(budget: float, batch: Batch, running: Plan | None = None, **options: Any) -> Candidate:
     p = planner(budget, **options)
     finder = p.finder([batch])
-    return p.fitted(finder, finder.best_of(LAYOUT, None, "given"), running)
+    return p.fitted(finder, finder.best_of(LAYOUT, None), running)
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -61,7 +61,7 @@ def test_what_is_missing_is_saved_and_little_more(seed: int, part: float) -> Non
 def test_a_plan_that_fits_by_its_program_is_left_alone_whatever_the_bound_says() -> None:
     batch = drawn_batch(1)
     budget = 1.001 * needed(batch)
-    assert planner(budget).finder([batch]).best_of(LAYOUT, None, "given").price.missing > 0
+    assert planner(budget).finder([batch]).best_of(LAYOUT, None).price.missing > 0
     price = fitted(budget, batch).price
     assert price.missing == 0.0
     assert not price.plan.o_plan
@@ -121,7 +121,7 @@ def test_room_for_what_is_out_of_step_is_given_up_first() -> None:
     def planned(budget: float, exact: bool) -> Price:
         p = uneven_planner(budget=int(budget), exact_memory=exact)
         finder = p.finder([batch])
-        candidate = finder.best_of(UNEVEN, None, "given")
+        candidate = finder.best_of(UNEVEN, None)
         return p.fitted(finder, candidate).price
 
     lean = Plan(UNEVEN.stages, OPlan(lean=True))
@@ -153,7 +153,7 @@ def test_the_bound_is_above_the_program_on_uneven_degrees() -> None:
         batch = drawn_batch(seed, samples=64)
         p = uneven_planner()
         finder = p.finder([batch])
-        price = finder.best_of(UNEVEN, None, "given").price
+        price = finder.best_of(UNEVEN, None).price
         assert p.fitter is not None
         for known, peak in zip(
             price.device_bytes, p.maker.keep(price.plan, batch).peaks, strict=True
@@ -177,7 +177,7 @@ def test_all_units_of_several_holders_are_sharded_in_every_plan() -> None:
     p, batch = sharding(), drawn_batch(1)
     finder = p.finder([batch])
     for layout in (SHARDED, Plan.parse("0:7@0-2 | 7:14@3")):
-        found = p.fitted(finder, finder.best_of(layout, None, "given")).plan
+        found = p.fitted(finder, finder.best_of(layout, None)).plan
         assert found == layout.sharded()
     assert (plan := p.decide([batch], None).plan) == plan.sharded()
 
@@ -188,7 +188,7 @@ def test_a_sharded_state_is_not_sent_to_the_host() -> None:
     assert fitter is not None
     p = sharding(0.95 * max(fitter.maker.keep(SHARDED.sharded(), batch).peaks))
     finder = p.finder([batch])
-    price = p.fitted(finder, finder.best_of(SHARDED, None, "given")).price
+    price = p.fitted(finder, finder.best_of(SHARDED, None)).price
     assert price.fits
     assert price.plan.o_plan.recompute or price.plan.o_plan.activations
     assert price.plan.o_plan.shard == tuple(range(14))
@@ -243,7 +243,7 @@ def test_activations_go_to_the_host_only_where_the_plan_does_not_fit_without(par
     p = limited(part * max(loose.maker.keep(plan, batch).peaks) / (1.0 - MARGIN))
     assert p.fitter is not None
     finder = p.finder([batch])
-    price = p.fitted(finder, finder.best_of(plan, None, "given"), None).price
+    price = p.fitted(finder, finder.best_of(plan, None), None).price
     away = price.plan.o_plan.activations
     assert price.fits
     assert away
@@ -263,7 +263,7 @@ def timed(budget: float, batch: Batch, schedule: str) -> tuple[Planner, Price, f
     """A layout's fit under a schedule, and what its program and the waits for the host take."""
     p = planner(budget, schedule=schedule)
     finder = p.finder([batch])
-    price = p.fitted(finder, finder.best_of(LAYOUT, None, "given")).price
+    price = p.fitted(finder, finder.best_of(LAYOUT, None)).price
     return p, price, p.maker.keep(price.plan, batch).seconds + price.swap
 
 
@@ -318,7 +318,7 @@ def test_optimizer_state_over_replicas_is_no_reason_for_a_fused_backward() -> No
         4, config=small_model(6), schedule="auto", exact_memory=True, shard_optimizer=True
     )
     finder = p.finder([batch])
-    price = p.fitted(finder, finder.best_of(SHARDED, None, "given")).price
+    price = p.fitted(finder, finder.best_of(SHARDED, None)).price
     assert price.plan.o_plan.shard
     assert p.maker.keep(price.plan, batch).schedule == "zb"
     placed = place_plan(p.units, price.plan, batch)
@@ -334,7 +334,7 @@ def test_where_one_stage_holds_all_the_backward_is_fused(part: float) -> None:
     assert p.fitter is not None
     most = max(p.maker.keep(whole, batch).peaks) / (1.0 - MARGIN)
     p = planner(part * most, schedule="auto")
-    found = p.fitted(p.finder([batch]), p.finder([batch]).best_of(whole, None, "given"))
+    found = p.fitted(p.finder([batch]), p.finder([batch]).best_of(whole, None))
     made = p.maker.keep(found.plan, batch)
     assert made.schedule == "1f1b"
     assert found.price.fits

@@ -47,7 +47,7 @@ def path_of(
     plans: Sequence[Plan],
 ) -> Path:
     """The price of given plans, by the same costs; infinite if one does not fit."""
-    found = [f.best_of(plan, None, "given") for f, plan in zip(finders, plans, strict=True)]
+    found = [f.best_of(plan, None) for f, plan in zip(finders, plans, strict=True)]
     iterations = sum(c.price.seconds for c in found)
     if not math.isfinite(iterations):
         return Path(tuple(found), iterations, 0.0, 0.0)
@@ -89,7 +89,7 @@ def check_sequence(seed: int, length: int = 8) -> None:
             switches += path_of(lookahead, window[:1], running, [first.plan]).switches
         assert max(first.price.device_bytes) <= planner.units.budget * (1 + 1e-12)
         running = lookahead.running_of(first)
-    fixed = sum(f.best_of(static, None, "static").price.seconds for f in finders)
+    fixed = sum(f.best_of(static, None).price.seconds for f in finders)
     back = path_of(lookahead, finders[-1:], None, [first.plan]).terminal
     assert iterations + switches + back <= fixed * (1 + 1e-9), seed
 
@@ -267,7 +267,7 @@ def test_a_run_without_credit_goes_back_to_its_static_plan() -> None:
     finder = planner.finder(batch)
     other = planner.decide(batch, None).plan
     running = planner.running(other, batch[0])
-    own, away = (finder.best_of(p, running, "test") for p in (static, other))
+    own, away = (finder.best_of(p, running) for p in (static, other))
     switch = Edges(planner, static).switch(planner.running(static, batch[0]), other)
     assert switch > 0.0, "else state has room to join early"
     for credit, allowed in ((1.0, True), (-0.9 * switch, True), (-1.1 * switch, False)):
@@ -283,7 +283,7 @@ def test_no_run_goes_back_where_that_costs_more_than_it_is_behind() -> None:
     finder = planner.finder(batch)
     other = planner.decide(batch, None).plan
     running = replace(planner.running(other, batch[0]), spare=(0.0,) * 4)
-    own, away = (finder.best_of(p, running, "test") for p in (static, other))
+    own, away = (finder.best_of(p, running) for p in (static, other))
     edges = Edges(planner, static)
     back = edges.switch(running, static)
     assert back > edges.switch(planner.running(static, batch[0]), other)

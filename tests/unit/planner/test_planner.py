@@ -95,7 +95,7 @@ def test_a_switch_from_a_plan_whose_simulation_was_given_up_says_what_it_saves()
     best = planner.decide([batch], None).plan
     alone = Plan.parse(f"0:{planner.units.layers.num_units}@0")  # three devices idle
     finder, running = planner.finder([batch]), planner.running(alone, batch)
-    found = [finder.best_of(plan, running, "given") for plan in (best, alone)]
+    found = [finder.best_of(plan, running) for plan in (best, alone)]
     # The one that is better is tried first, and the other given up.
     beyond, first = Switching(finder, running, 0.0), [Plan(best.stages)]
     decision, _ = planner.search(finder, found, running, Pool.empty(), 4, beyond, first)
@@ -193,10 +193,10 @@ def test_the_best_static_plan_fits_every_batch() -> None:
     batches = [[even_batch(8, 256)], [even_batch(8, 4096)]]
     plan = planner.best_static(batches)
     for ways in batches:
-        assert planner.finder(ways).best_of(plan, None, "static").price.fits
+        assert planner.finder(ways).best_of(plan, None).price.fits
     other = static_plan(small_model(), 2, 4)
     total = [
-        sum(planner.finder(w).best_of(p, None, "x").price.seconds for w in batches)
+        sum(planner.finder(w).best_of(p, None).price.seconds for w in batches)
         for p in (plan, other)
     ]
     assert total[0] <= total[1]

@@ -46,7 +46,7 @@ def test_a_batch_that_fits_some_layout_is_not_refused(schedule: str, bitwise: bo
         p = planner(budget, schedule, bitwise)
         finder = p.finder([batch])
         plans = two_stages(MODEL.layers.num_units, 2)
-        fitted = (p.fitted(finder, finder.best_of(plan, None, "all")) for plan in plans)
+        fitted = (p.fitted(finder, finder.best_of(plan, None)) for plan in plans)
         return any(candidate.price.fits for candidate in fitted)
 
     low, high = 1e5, 1e9

@@ -64,8 +64,8 @@ def test_a_device_costs_what_all_that_it_stands_for_do(
     assert all_ is not None
     assert one.seconds == pytest.approx(all_.seconds, rel=1e-9)
     assert np.repeat(one.device_bytes, width) == pytest.approx(all_.device_bytes, rel=1e-9)
-    first = small.finder([own]).best_of(plan, None, "").price
-    second = full.finder([every]).best_of(wide, None, "").price
+    first = small.finder([own]).best_of(plan, None).price
+    second = full.finder([every]).best_of(wide, None).price
     assert first.seconds == pytest.approx(second.seconds, rel=1e-9)
     assert np.repeat(first.device_bytes, width) == pytest.approx(second.device_bytes, rel=1e-9)
 
