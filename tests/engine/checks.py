@@ -64,6 +64,8 @@ def train(held: Holdings, lengths: list[tuple[int, ...]], *, split: bool, again:
         if split:  # what a slab owes is its matrices; one-dimensional gradients were there before
             decayed = slab.layout.decayed
             assert torch.equal(before[slab.index][decayed:], slab.grads[decayed:]), slab.index
+            if any("linear" in entry.name for entry in slab.layout.entries):
+                assert not torch.equal(before[slab.index], slab.grads), slab.index
         slab.grads.zero_()
     return {"losses": torch.stack(losses), **found}
 
