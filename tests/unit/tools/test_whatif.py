@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +18,7 @@ from megatron_flex.loop.cutting import run_cut
 from megatron_flex.planner.closed_form import closed_form_profile
 from megatron_flex.planner.dynapipe import dynapipe_of
 from megatron_flex.planner.flops import cost_coefficients
+from megatron_flex.planner.plan import OPlan
 from megatron_flex.simulator.batching import ByCut
 from megatron_flex.simulator.flags import static_flags
 from megatron_flex.simulator.presets import STATIC
@@ -34,12 +35,18 @@ TRAINING = shlex.split("--mock-data --global-batch-size 8 --train-iters 4 --lr 1
                        " --flexpipe-cluster cpux4")  # fmt: skip
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_the_trainer_does_with_the_flags_what_was_simulated(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "again"), [*((name, ()) for name in NAMES), ("packed-1f1b", (1, 2))]
+)
+def test_the_trainer_does_with_the_flags_what_was_simulated(
+    name: str, again: tuple[int, ...]
+) -> None:
     plain = parse([*runs.MODEL, *TRAINING, "--micro-batch-tokens", "64"], world_size=4)
     model, cluster = assemble(plain).model, load("cpux4")
     setting = Setting(model, cluster, closed_form_profile(model, cluster))
     tuned = tune(STATIC[name].runners(setting, LENGTHS), LENGTHS, LENGTHS)
+    if again:
+        tuned = replace(tuned, settled=OPlan(recompute=again))
     words = static_flags(setting, tuned)
     if name == "megatron-pad-all":
         words += ["--seq-length", "61"]
