@@ -58,7 +58,9 @@ row   test
 29    end_to_end/test_resume.py:
       test_without_the_optimizer_the_schedule_goes_on_from_its_position
 30    unit/data/test_paths.py: test_a_field_of_a_split_is_read_whole;
-      test_a_list_that_means_nothing_is_refused; test_words_of_a_file_are_read_whole
+      test_a_list_that_means_nothing_is_refused;
+      unit/config/test_validate.py: test_files_with_data_paths_are_read_and_checked;
+      test_a_file_with_data_paths_for_each_split_is_read_and_checked
 31    unit/loop/test_assemble.py:
       test_a_split_that_rounds_to_no_validation_document_is_an_error
 32    unit/telemetry/test_tensorboard.py: test_a_resumed_run_leaves_one_point_a_step;

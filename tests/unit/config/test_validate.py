@@ -382,6 +382,8 @@ def test_files_with_data_paths_are_read_and_checked(tmp_path: Path) -> None:
     assert config(words, without=("--mock-data",)).data.data_path == ("1.0", "a", "2.0", "b")
     listed.write_text("1.0 a b c")
     assert "--data-args-path: either each prefix" in problem(f"--data-args-path {listed}")
+    listed.write_text("0.5 a nan b")
+    assert "--data-args-path: weight 'nan'" in problem(f"--data-args-path {listed}")
     listed.write_text(" ")
     assert f"--data-args-path {listed} is empty" in problem(f"--data-args-path {listed}")
     assert "cannot be read" in problem(f"--data-args-path {tmp_path}/absent")
@@ -403,6 +405,8 @@ def test_a_file_with_data_paths_for_each_split_is_read_and_checked(tmp_path: Pat
     assert "--eval-interval needs validation data" in text
     text = refusal(f"{flags} --split 1,1,1", without=("--mock-data",))
     assert "--split has no effect on data sets for each split" in text
+    parts.write_text('{"train": "1 a", "valid": ["inf", "b"], "test": null}')
+    assert "weight 'inf'" in refusal(flags, without=("--mock-data",))
     for content in ('{"train": ["a"]}', "[1]", "{", '{"train": 3, "valid": 1, "test": 2}', "3"):
         parts.write_text(content)
         assert "is no JSON object with keys" in refusal(flags, without=("--mock-data",))
