@@ -349,8 +349,8 @@ def assert_same(
         assert_numbers_close(a.losses, e.losses, 3e-7, f"loss of iteration {number}")
         assert_numbers_close(a.grad_norm, e.grad_norm, 1e-6, f"norm of iteration {number}")
     # Where a gradient is nearly zero Adam makes much of another order of sums: 6e-6 of a bias in
-    # random sequences of plans (and nothing with exact sums).
-    assert_state_close(actual[1], expected[1], 3e-5)
+    # random sequences of plans (and nothing with exact sums), 4e-5 with the oldest instructions.
+    assert_state_close(actual[1], expected[1], 1e-4)
 
 
 def assert_equal_bits(actual: Merged, expected: Merged) -> None:

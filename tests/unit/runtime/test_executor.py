@@ -91,7 +91,8 @@ def test_iterations_are_those_of_autograd_and_adamw(config: ModelConfig) -> None
         assert result.losses == pytest.approx(losses.tolist(), rel=1e-5)
         assert result.grad_norm == pytest.approx(float(norm), rel=1e-4)
         assert norm > ADAM.clip_grad
-        assert result.zeros == zeros
+        # Whether the least of them are zero hangs on the order of their sums.
+        assert result.zeros == pytest.approx(zeros, abs=2)
         assert not result.skipped
     state = worker.holdings.named_state(owned=True, optimizer=False)
     assert state.keys() == named.keys()
