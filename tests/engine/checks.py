@@ -136,7 +136,7 @@ def check_fp8() -> None:
         again = train(held, LENGTHS, split=False, again=True)
         plain = train(holdings(local(config)), LENGTHS, split=False)
         for key, value in whole.items():
-            assert_close(split[key], value, 1e-3, key)  # by the processor the same bits or not
+            assert_close(split[key], value, 2e-7, key)  # the same bits with AVX-512
             assert torch.equal(again[key], value), key
             assert_close(value, plain[key], 0.2, key)
     unaligned = make_batch((5,), config)

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.autograd.graph import get_gradient_edge
 
+from megatron_flex import native
 from megatron_flex.data.packed import PackedBatch
 from megatron_flex.model.blocks import Block, build_block
 from megatron_flex.model.config import ModelConfig
@@ -60,16 +61,18 @@ def agree(
     *,
     rel: float = 0.02,
     abs: float = 0.0,
-    least: float = 0.65,
+    near: float = 0.35,
 ) -> bool:
-    """Whether bytes are the predicted ones.
+    """Whether bytes are the predicted ones; in bfloat16 within ``near``.
 
-    In bfloat16 products on the CPU take memory of their own, much where the processor has none of
-    that type: at ``least`` a part, and several times what is predicted for devices that have.
+    There products on the CPU take memory of their own, of which nothing is known. Without AVX-512
+    PyTorch makes them in another way: with a third of what is predicted, or several times that.
     """
     if config.params_dtype == "float32":
         return found == pytest.approx(expected, rel=rel, abs=abs)
-    return least * expected - abs <= found <= 5.0 * expected + abs
+    if native.cap_cpu() == "avx512":
+        return found == pytest.approx(expected, rel=near, abs=abs)
+    return 0.3 * expected - abs <= found <= 5.0 * expected + abs
 
 
 def wide(config: ModelConfig) -> ModelConfig:
@@ -158,7 +161,7 @@ def test_levels_of_both_halves_are_what_the_allocator_counts(name: str, kind: Ki
         assert agree(whole, levels, config, abs=6000)
         assert found.owed == pytest.approx(expected.owed * tokens, rel=0.002, abs=4000)
         levels = expected.owed * tokens + highest(expected.backward_weight, tokens)
-        assert agree(found.weight, levels, config, rel=0.03, abs=4000, least=0.3)
+        assert agree(found.weight, levels, config, rel=0.03, abs=4000, near=0.525)
 
 
 @pytest.mark.parametrize("name", MODELS)
