@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from megatron_flex import native
 from megatron_flex.data.cut import Cut, chains_of
 from megatron_flex.data.global_batch import GlobalBatch
 from megatron_flex.data.microbatch import MicroBatch
@@ -350,7 +351,8 @@ def assert_same(
         assert_numbers_close(a.grad_norm, e.grad_norm, 1e-6, f"norm of iteration {number}")
     # Where a gradient is nearly zero Adam makes much of another order of sums: 6e-6 of a bias in
     # random sequences of plans (and nothing with exact sums), 4e-5 with the oldest instructions.
-    assert_state_close(actual[1], expected[1], 1e-4)
+    far = 3e-5 if native.cap_cpu() == "avx512" else 1e-4
+    assert_state_close(actual[1], expected[1], far)
 
 
 def assert_equal_bits(actual: Merged, expected: Merged) -> None:
